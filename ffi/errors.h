@@ -1,0 +1,140 @@
+// Error returns and message text shared by the FFI handlers.
+
+#ifndef JAX_FP8GEMM_ERRORS_H_
+#define JAX_FP8GEMM_ERRORS_H_
+
+#include <exception>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+
+namespace ffi = xla::ffi;
+
+// Concatenates anything that can be written to a stream.
+template <typename... Args>
+std::string StrCat(const Args&... args) {
+  std::ostringstream out;
+  (out << ... << args);
+  return out.str();
+}
+
+// A failed ffi::Error on its way out of a function: converts to ffi::Error and to any ffi::ErrorOr,
+// so that the macros below work in functions that return either.
+class Failure {
+ public:
+  explicit Failure(ffi::Error error) : error_(std::move(error)) {}
+  operator ffi::Error() && { return std::move(error_); }  // NOLINT
+  template <typename T>
+  operator ffi::ErrorOr<T>() && {  // NOLINT
+    return ffi::ErrorOr<T>(ffi::Unexpected<ffi::Error>(std::move(error_)));
+  }
+
+ private:
+  ffi::Error error_;
+};
+
+// The caller broke a rule of the operation: "<op>: <what must hold>; got <...>. <what to do>".
+template <typename... Args>
+Failure InvalidArgument(const Args&... args) {
+  return Failure(ffi::Error(ffi::ErrorCode::kInvalidArgument, StrCat(args...)));
+}
+
+// This machine cannot do it: no GPU, old driver, no NVRTC.
+template <typename... Args>
+Failure FailedPrecondition(const Args&... args) {
+  return Failure(ffi::Error(ffi::ErrorCode::kFailedPrecondition, StrCat(args...)));
+}
+
+// CUDA, NVRTC or this library failed.
+template <typename... Args>
+Failure Internal(const Args&... args) {
+  return Failure(ffi::Error(ffi::ErrorCode::kInternal, StrCat(args...)));
+}
+
+// Runs `body`, which returns ffi::Error or ffi::ErrorOr, and turns an exception into an error:
+// an exception that leaves a handler would end the process. Every handler body goes through it.
+template <typename Body>
+auto NoThrow(Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::exception& e) {
+    return Internal("jax_fp8gemm: unexpected exception: ", e.what());
+  } catch (...) {
+    return Internal("jax_fp8gemm: unexpected exception of unknown type");
+  }
+}
+
+// JAX's short name of a dtype: "bf16", "f8e4m3fn".
+inline const char* ShortType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F8E4M3FN:
+      return "f8e4m3fn";
+    case ffi::DataType::F8E5M2:
+      return "f8e5m2";
+    case ffi::DataType::BF16:
+      return "bf16";
+    case ffi::DataType::F16:
+      return "f16";
+    case ffi::DataType::F32:
+      return "f32";
+    case ffi::DataType::F64:
+      return "f64";
+    case ffi::DataType::S32:
+      return "i32";
+    default:
+      return "other";
+  }
+}
+
+// JAX's short type of a buffer: "f8e4m3fn[4096,7168]". Pass `*result` for a result.
+inline std::string ShapeText(const ffi::AnyBuffer& buffer) {
+  std::string text = StrCat(ShortType(buffer.element_type()), "[");
+  const char* separator = "";
+  for (int64_t dim : buffer.dimensions()) {
+    text += StrCat(separator, dim);
+    separator = ",";
+  }
+  return text + "]";
+}
+
+}  // namespace jax_fp8gemm
+
+// Returns from the enclosing function if `expr`, an ffi::Error, is a failure.
+#define FFI_RETURN_IF_ERROR(expr)                       \
+  do {                                                  \
+    ::xla::ffi::Error error_ = (expr);                  \
+    if (error_.failure()) {                             \
+      return ::jax_fp8gemm::Failure(std::move(error_)); \
+    }                                                   \
+  } while (false)
+
+#define FFI_CONCAT_INNER_(a, b) a##b
+#define FFI_CONCAT_(a, b) FFI_CONCAT_INNER_(a, b)
+#define FFI_ASSIGN_OR_RETURN_IMPL_(result, lhs, expr)         \
+  auto result = (expr);                                       \
+  if (result.has_error()) {                                   \
+    return ::jax_fp8gemm::Failure(std::move(result).error()); \
+  }                                                           \
+  lhs = std::move(*result)
+
+// Assigns the value of `expr`, an ffi::ErrorOr, to `lhs` (a declaration or a variable), or returns
+// its error. Two statements: not for the body of an `if` without braces.
+#define FFI_ASSIGN_OR_RETURN(lhs, expr) \
+  FFI_ASSIGN_OR_RETURN_IMPL_(FFI_CONCAT_(result_or_, __LINE__), lhs, expr)
+
+// Returns an Internal error with the expression, file:line and the driver's words if `expr`, a
+// CUresult, is not CUDA_SUCCESS. Needs driver.h.
+#define CU_RETURN_IF_ERROR(expr)                                           \
+  do {                                                                     \
+    ::jax_fp8gemm::CUresult result_ = (expr);                              \
+    if (result_ != ::jax_fp8gemm::CUDA_SUCCESS) {                          \
+      return ::jax_fp8gemm::Failure(                                       \
+          ::jax_fp8gemm::DriverError(#expr, __FILE__, __LINE__, result_)); \
+    }                                                                      \
+  } while (false)
+
+#endif  // JAX_FP8GEMM_ERRORS_H_
