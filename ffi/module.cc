@@ -1,0 +1,170 @@
+// The Python module jax_fp8gemm._ext: handlers as capsules, and the JIT for use without XLA.
+// Errors become RuntimeError; jax_fp8gemm/_ext.pyi states the types.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "errors.h"
+#include "gemm.h"
+#include "jit.h"
+#include "quantize.h"
+
+namespace nb = nanobind;
+
+namespace jax_fp8gemm {
+namespace {
+
+// The value, or its error as a Python exception.
+template <typename T>
+T Unwrap(ffi::ErrorOr<T> result) {
+  if (result.has_error()) throw std::runtime_error(result.error().message());
+  return *std::move(result);
+}
+
+void Check(CUresult result, const char* what) {
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error(DriverError(what, "module.cc", 0, result).message());
+  }
+}
+
+template <typename Handler>
+nb::capsule Capsule(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict Registrations() {
+  nb::dict gemm, quantize, targets;
+  gemm["instantiate"] = Capsule(GemmInstantiateHandler);
+  gemm["prepare"] = Capsule(GemmPrepareHandler);
+  gemm["execute"] = Capsule(GemmExecuteHandler);
+  quantize["instantiate"] = Capsule(QuantizeInstantiateHandler);
+  quantize["prepare"] = Capsule(QuantizePrepareHandler);
+  quantize["execute"] = Capsule(QuantizeExecuteHandler);
+  targets["jax_fp8gemm_gemm"] = gemm;
+  targets["jax_fp8gemm_quantize"] = quantize;
+  return targets;
+}
+
+nb::dict DeviceInfo() {
+  const Driver* driver = Unwrap(GetDriver());
+  int num_devices = 0;
+  Check(driver->cuDeviceGetCount(&num_devices), "cuDeviceGetCount");
+  nb::list devices;
+  for (int i = 0; i < num_devices; ++i) {
+    CUdevice device;
+    Check(driver->cuDeviceGet(&device, i), "cuDeviceGet");
+    char name[256] = {};
+    Check(driver->cuDeviceGetName(name, sizeof(name), device), "cuDeviceGetName");
+    auto attribute = [&](int id) {
+      int value = 0;
+      Check(driver->cuDeviceGetAttribute(&value, id, device), "cuDeviceGetAttribute");
+      return value;
+    };
+    nb::dict info;
+    info["name"] = name;
+    info["compute_capability"] =
+        nb::make_tuple(attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                       attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR));
+    info["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    devices.append(info);
+  }
+  nb::dict info;
+  info["cuda_version"] = nb::make_tuple(driver->version / 1000, driver->version % 1000 / 10);
+  info["devices"] = devices;
+  return info;
+}
+
+// Reads the int fields of an attribute struct, strictly: XLA is as strict with the same dict.
+template <typename Config, size_t N>
+Config ParseConfig(const nb::dict& dict,
+                   const std::pair<const char*, int32_t Config::*> (&fields)[N]) {
+  Config config = {};
+  for (const auto& [name, member] : fields) {
+    if (!dict.contains(name)) throw nb::key_error(name);
+    config.*member = nb::cast<int32_t>(nb::int_(dict[name]));
+  }
+  if (dict.size() != N) {
+    throw nb::key_error(StrCat("config must have ", N, " members; got ", dict.size()).c_str());
+  }
+  return config;
+}
+
+nb::dict Compile(const KernelSource& source) {
+  ffi::ErrorOr<std::shared_ptr<const Cubin>> result = [&] {
+    nb::gil_scoped_release release;
+    return NoThrow([&] { return GetOrCompile(source); });
+  }();
+  const std::shared_ptr<const Cubin> cubin = Unwrap(std::move(result));
+  nb::dict report;
+  report["name"] = cubin->name;
+  report["from_disk"] = cubin->from_disk;
+  report["registers"] = cubin->registers;
+  report["spill_bytes"] = cubin->spill_bytes;
+  report["cubin_bytes"] = cubin->image.size();
+  report["log"] = cubin->log;
+  return report;
+}
+
+nb::dict CompileGemm(const nb::dict& config) {
+  static constexpr std::pair<const char*, int32_t GemmConfig::*> kFields[] = {
+      {"block_m", &GemmConfig::block_m},       {"block_n", &GemmConfig::block_n},
+      {"sub_n", &GemmConfig::sub_n},           {"num_consumers", &GemmConfig::num_consumers},
+      {"num_accums", &GemmConfig::num_accums}, {"num_stages", &GemmConfig::num_stages},
+      {"num_slabs", &GemmConfig::num_slabs},   {"cluster_m", &GemmConfig::cluster_m},
+      {"cluster_n", &GemmConfig::cluster_n},   {"is_1d1d", &GemmConfig::is_1d1d},
+      {"out_f32", &GemmConfig::out_f32},       {"accumulate", &GemmConfig::accumulate},
+      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
+      {"num_sms", &GemmConfig::num_sms},
+  };
+  return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));
+}
+
+nb::dict CompileQuantize(const nb::dict& config, const std::string& x_dtype) {
+  static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
+      {"mode", &QuantizeConfig::mode},
+      {"e5m2", &QuantizeConfig::e5m2},
+      {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"num_sms", &QuantizeConfig::num_sms},
+  };
+  for (ffi::DataType type : {ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::F32}) {
+    if (x_dtype == ShortType(type)) {
+      return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields), type));
+    }
+  }
+  throw nb::value_error(
+      StrCat("compile_quantize: x must be bf16, f16 or f32; got ", x_dtype).c_str());
+}
+
+}  // namespace
+
+NB_MODULE(_ext, module) {
+  module.attr("XLA_FFI_API_MAJOR") = XLA_FFI_API_MAJOR;
+  module.attr("XLA_FFI_API_MINOR") = XLA_FFI_API_MINOR;
+  module.def("registrations", &Registrations);
+  module.def("device_info", &DeviceInfo);
+  module.def("nvrtc_info", [] {
+    const NvrtcInfo info = Unwrap(GetNvrtcInfo());
+    return nb::make_tuple(info.path, info.major, info.minor);
+  });
+  module.def(
+      "configure",
+      [](std::string source_dir, std::string cache_dir, std::vector<std::string> nvrtc_paths,
+         bool is_debug, std::string dump_dir) {
+        Configure(JitOptions{std::move(source_dir), std::move(cache_dir), std::move(nvrtc_paths),
+                             is_debug, std::move(dump_dir)});
+      },
+      nb::kw_only(), nb::arg("source_dir"), nb::arg("cache_dir"), nb::arg("nvrtc_paths"),
+      nb::arg("is_debug"), nb::arg("dump_dir"));
+  module.def("compile_gemm", &CompileGemm, nb::arg("config"));
+  module.def("compile_quantize", &CompileQuantize, nb::arg("config"), nb::arg("x_dtype"));
+}
+
+}  // namespace jax_fp8gemm

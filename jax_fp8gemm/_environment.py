@@ -1,0 +1,51 @@
+"""Where things are on this machine: kernel sources, compiled kernels, NVRTC.
+
+Environment, read when the package is imported:
+    JAX_FP8GEMM_CACHE_DIR  folder of compiled kernels; empty: keep them in memory only
+    JAX_FP8GEMM_NVRTC      path of libnvrtc.so; only that one is tried
+    JAX_FP8GEMM_JIT_DEBUG  1: report each kernel on stderr (registers, spills, time, cache hits)
+    JAX_FP8GEMM_DUMP_DIR   folder for source, log, cubin and SASS of each kernel
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+
+def source_dir() -> str:
+    """The kernel sources: of the checkout that this file is in, else those installed beside it."""
+    checkout = Path(__file__).parent.parent / "ffi" / "cuda"
+    return str(checkout if checkout.is_dir() else Path(__file__).parent / "cuda")
+
+
+def cache_dir() -> str:
+    """The cache folder, which need not exist; "" for none."""
+    if (value := os.environ.get("JAX_FP8GEMM_CACHE_DIR")) is not None:
+        return value
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
+
+
+def nvrtc_paths() -> list[str]:
+    """Candidates for NVRTC, best first: the CUDA wheels of JAX, the linker's, the toolkit's."""
+    if value := os.environ.get("JAX_FP8GEMM_NVRTC"):
+        return [value]
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    wheels = [
+        os.path.join(root, folder, "lib", soname)
+        for folder, soname in (("cu13", "libnvrtc.so.13"), ("cuda_nvrtc", "libnvrtc.so.12"))
+        for root in roots
+    ]
+    sonames = ["libnvrtc.so.13", "libnvrtc.so.12"]
+    installed = [os.path.join(toolkit, "lib64", soname) for soname in sonames]
+    return [path for path in wheels if os.path.exists(path)] + sonames + installed
+
+
+def is_debug() -> bool:
+    return os.environ.get("JAX_FP8GEMM_JIT_DEBUG", "0") not in ("", "0")
+
+
+def dump_dir() -> str:
+    return os.environ.get("JAX_FP8GEMM_DUMP_DIR", "")

@@ -1,0 +1,31 @@
+from collections.abc import Mapping
+from typing import TypedDict
+
+XLA_FFI_API_MAJOR: int
+XLA_FFI_API_MINOR: int
+
+class Device(TypedDict):
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+
+class DeviceInfo(TypedDict):
+    cuda_version: tuple[int, int]
+    devices: list[Device]
+
+class Report(TypedDict):
+    name: str
+    from_disk: bool
+    registers: int
+    spill_bytes: int
+    cubin_bytes: int
+    log: str
+
+def registrations() -> dict[str, dict[str, object]]: ...
+def device_info() -> DeviceInfo: ...
+def nvrtc_info() -> tuple[str, int, int]: ...
+def configure(
+    *, source_dir: str, cache_dir: str, nvrtc_paths: list[str], is_debug: bool, dump_dir: str
+) -> None: ...
+def compile_gemm(config: Mapping[str, int]) -> Report: ...
+def compile_quantize(config: Mapping[str, int], x_dtype: str) -> Report: ...

@@ -1,0 +1,300 @@
+"""The compiled extension: registers its FFI targets and says whether they can run here.
+
+The only module that knows the extension. Importing it opens neither the driver nor NVRTC, so it
+works on any machine; `unavailable_reason` opens both, once.
+"""
+
+import functools
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_fp8gemm import _environment
+
+try:
+    from jax_fp8gemm import _ext
+except ImportError as error:
+    _ext = None
+    _ext_fault = str(error)
+
+GEMM_TARGET = "jax_fp8gemm_gemm"
+QUANTIZE_TARGET = "jax_fp8gemm_quantize"
+
+# H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
+_DEFAULT_NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling one kernel took and gave.
+
+    `cached`: it came from the disk cache. `seconds`: duration of this call. `spill_bytes`: spill
+    stores and loads. `warnings`: lines of the ptxas log that report lost performance.
+    """
+
+    name: str
+    cached: bool
+    seconds: float
+    registers: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+    cubin_bytes: int
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What the package found on this machine. Prints as a table.
+
+    `reason` says why the CUDA kernels are off, and is None where they run; the other fields
+    describe each part, or say what is wrong with it.
+    """
+
+    gpu: str
+    driver: str
+    nvrtc: str
+    ffi_api: str
+    jax: str
+    cache_dir: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "reason"]
+        rows.append(("cuda kernels", "on" if self.reason is None else f"off: {self.reason}"))
+        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+
+
+def _configure(cache_dir: str) -> None:
+    assert _ext is not None
+    _ext.configure(
+        source_dir=_environment.source_dir(),
+        cache_dir=cache_dir,
+        nvrtc_paths=_environment.nvrtc_paths(),
+        is_debug=_environment.is_debug(),
+        dump_dir=_environment.dump_dir(),
+    )
+
+
+# Whether it can run here
+
+
+def _extension_fault() -> str | None:
+    if _ext is None:
+        return (
+            f"the extension jax_fp8gemm._ext cannot be imported ({_ext_fault}). Install the "
+            "package with pip; run from a checkout, it needs `pip install -e .`"
+        )
+    return _api_fault(_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR, *_runtime_api())
+
+
+def _runtime_api() -> tuple[int, int]:
+    """XLA's FFI API version, which no Python API tells."""
+    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (
+        int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0])
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def _api_fault(major: int, minor: int, runtime_major: int, runtime_minor: int) -> str | None:
+    """XLA accepts handlers up to its own version; a newer one would stop its start-up."""
+    if major == runtime_major and minor <= runtime_minor:
+        return None
+    return (
+        f"the extension was built for XLA FFI API {major}.{minor} and this jaxlib provides "
+        f"{runtime_major}.{runtime_minor}. Update jax and jaxlib, or build the package against "
+        "this jaxlib (pip install --no-build-isolation)"
+    )
+
+
+def _device_fault() -> str | None:
+    assert _ext is not None
+    try:
+        info = _ext.device_info()
+    except RuntimeError as error:
+        return str(error)
+    if not info["devices"]:
+        return "needs an sm90a device; got no GPU"
+    for device in info["devices"]:
+        if device["compute_capability"] != (9, 0):
+            major, minor = device["compute_capability"]
+            return f"needs an sm90a device; got {device['name']} (sm{major}{minor})"
+    return None
+
+
+def _nvrtc_fault() -> str | None:
+    assert _ext is not None
+    try:
+        path, major, minor = _ext.nvrtc_info()
+    except RuntimeError as error:
+        return str(error)
+    cuda_major, cuda_minor = _ext.device_info()["cuda_version"]
+    if major > cuda_major:
+        return (
+            f"NVRTC {major}.{minor} ({path}) needs a driver for CUDA {major}; got one for CUDA "
+            f"{cuda_major}.{cuda_minor}. Update the driver, or set JAX_FP8GEMM_NVRTC to the path "
+            f"of libnvrtc.so.{cuda_major}"
+        )
+    return None
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Why the CUDA kernels cannot run on this machine, or None if they can."""
+    reason = _extension_fault() or _device_fault() or _nvrtc_fault()
+    if reason is None:
+        _check_cache_dir()
+    return reason
+
+
+@functools.cache
+def _check_cache_dir() -> None:
+    """Makes the cache folder; warns and goes on without one if it cannot be written."""
+    if not (cache_dir := _environment.cache_dir()):
+        return
+    try:
+        os.makedirs(cache_dir, exist_ok=True)
+        fault = None if os.access(cache_dir, os.W_OK | os.X_OK) else "not writable"
+    except OSError as error:
+        fault = error.strerror
+    if fault is not None:
+        _configure(cache_dir="")
+        warnings.warn(
+            f"jax_fp8gemm: cache folder {cache_dir}: {fault}; kernels are kept in memory only. "
+            "Set JAX_FP8GEMM_CACHE_DIR to a writable folder.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Warns that the reference runs instead of the CUDA kernels; once for each reason."""
+    warnings.warn(
+        f"jax_fp8gemm: the CUDA kernels are off and the slow reference runs instead: {reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+@functools.cache
+def num_sms() -> int:
+    """Number of SMs of the first GPU; 132 (H100, H200) without one."""
+    if _ext is None:
+        return _DEFAULT_NUM_SMS
+    try:
+        devices = _ext.device_info()["devices"]
+    except RuntimeError:
+        return _DEFAULT_NUM_SMS
+    return devices[0]["num_sms"] if devices else _DEFAULT_NUM_SMS
+
+
+def register() -> None:
+    """Registers the FFI targets with JAX, unless this jaxlib would refuse them."""
+    if _ext is None:
+        return
+    _configure(_environment.cache_dir())
+    if _extension_fault() is None:
+        for target, stages in _ext.registrations().items():
+            jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+
+
+# Compiling without XLA
+
+
+def _compile(compile_kernel: Callable[[], Mapping[str, Any]]) -> CompileReport:
+    _check_cache_dir()
+    start = time.perf_counter()
+    report = compile_kernel()
+    seconds = time.perf_counter() - start
+    lines = report["log"].splitlines()
+    return CompileReport(
+        name=report["name"],
+        cached=report["from_disk"],
+        seconds=seconds,
+        registers=report["registers"],
+        spill_bytes=report["spill_bytes"],
+        # C75xx: setmaxnreg ignored, wgmma serialised.
+        warnings=tuple(x.strip() for x in lines if re.search(r"\bC75\d\d\b|\bwarning\b", x)),
+        cubin_bytes=report["cubin_bytes"],
+    )
+
+
+def compile_gemm(config: Mapping[str, int]) -> CompileReport:
+    """Compiles the GEMM kernel of a config (`TileConfig.attributes`), or finds it in the cache.
+
+    Needs NVRTC, but no GPU.
+
+    Raises:
+      RuntimeError: no NVRTC, or the kernel does not compile; carries NVRTC's log.
+    """
+    ext = _require_ext()
+    return _compile(lambda: ext.compile_gemm(dict(config)))
+
+
+def compile_quantize(config: Mapping[str, int], x_dtype: str) -> CompileReport:
+    """As `compile_gemm`, for the quantise kernel with input bf16, f16 or f32."""
+    ext = _require_ext()
+    return _compile(lambda: ext.compile_quantize(dict(config), x_dtype))
+
+
+def _require_ext():
+    if _ext is None:
+        raise RuntimeError(f"jax_fp8gemm: {_extension_fault()}")
+    return _ext
+
+
+# Explaining
+
+
+def _describe(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except RuntimeError as error:
+        return f"none: {error}"
+
+
+def backend_info() -> BackendInfo:
+    """What the package found on this machine, and why the CUDA kernels are off if they are."""
+
+    def gpu() -> str:
+        devices = _require_ext().device_info()["devices"]
+        names = [
+            "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
+            for d in devices
+        ]
+        return ", ".join(names) or "none"
+
+    def driver() -> str:
+        return "CUDA {}.{}".format(*_require_ext().device_info()["cuda_version"])
+
+    def nvrtc() -> str:
+        path, major, minor = _require_ext().nvrtc_info()
+        return f"{major}.{minor} ({path})"
+
+    def ffi_api() -> str:
+        ext = _require_ext()
+        runtime = "{}.{}".format(*_runtime_api())
+        return f"{ext.XLA_FFI_API_MAJOR}.{ext.XLA_FFI_API_MINOR} (this jaxlib: {runtime})"
+
+    cache_dir = _environment.cache_dir()
+    num_kernels = len(list(Path(cache_dir).glob("*.kernel"))) if cache_dir else 0
+    return BackendInfo(
+        gpu=_describe(gpu),
+        driver=_describe(driver),
+        nvrtc=_describe(nvrtc),
+        ffi_api=_describe(ffi_api),
+        jax=f"{jax.__version__} (backend: {jax.default_backend()})",
+        cache_dir=f"{cache_dir} ({num_kernels} kernels)" if cache_dir else "none",
+        reason=unavailable_reason(),
+    )
+
+
+register()
