@@ -91,7 +91,7 @@ def _tiny(bits, shape, fmt, block):
 
 
 def _cancel(lhs, rhs):
-    """Makes neighbouring products opposite, but every seventh pair, which loses its large values."""
+    """Makes neighbouring products opposite; every seventh pair only loses its large values."""
     pairs = np.arange(0, lhs.shape[1] - 1, 2)
     opposite, rest = pairs[pairs % 7 != 0], pairs[pairs % 7 == 0]
     for x, sign in ((lhs, 0), (rhs, 0x80)):
