@@ -1,0 +1,117 @@
+"""The command line of `python -m jax_fp8gemm bench`."""
+
+import argparse
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+
+import jax
+
+from jax_fp8gemm import _ffi
+from jax_fp8gemm.bench._families import cases
+from jax_fp8gemm.bench._host import host_times
+from jax_fp8gemm.bench._mlp import LLAMA3_8B, mlp_case
+from jax_fp8gemm.bench._problem import Shape, default_shapes, parse_shape
+from jax_fp8gemm.bench._reference import load_reference
+from jax_fp8gemm.bench._report import document, results_path, write_json
+from jax_fp8gemm.bench._run import Device, Options, copy_gbps, run
+from jax_fp8gemm.bench._timer import measure, measure_sustained
+
+_PEERS = (
+    *("cublaslt_tensorwise", "cublaslt_block", "torch_bf16"),
+    *("xla_bf16", "xla", "deepgemm"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one family. Returns the exit status: 1 where our kernels cannot run."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        shapes = _shapes(arguments)
+        peers = _peers(arguments)
+        reference = load_reference(arguments.compare)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    # torch's peers share the card: JAX must not take three quarters of its memory first.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if (reason := _ffi.unavailable_reason()) is not None:
+        print(f"bench: times our CUDA kernels, which do not run here: {reason}. Nothing measured.")
+        return 1
+    name = jax.devices()[0].device_kind
+    table = arguments.family + ("_sustained" if arguments.sustained else "")
+    files = [pathlib.Path(arguments.json)] if arguments.json else []
+    if arguments.save is not None:
+        files.append(results_path(arguments.save, name, table))
+    if arguments.family == "host":
+        _run_host(name, files)
+        return 0
+    device = Device(name, _ffi.num_sms(), copy_gbps())
+    if arguments.family == "matmul":
+        time = functools.partial(measure, repeat=arguments.repeat, flush=False)
+        rows = [mlp_case(LLAMA3_8B)]
+    else:
+        time = functools.partial(measure, repeat=arguments.repeat)
+        rows = cases(arguments.family, shapes)
+    if arguments.sustained:
+        time = measure_sustained
+    run(arguments.family, rows, Options(table, time, peers, files, reference), device)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm bench", description=__doc__)
+    add = parser.add_argument
+    add("family", choices=("dense", "wgrad", "quantize", "matmul", "host"))
+    add("--shape", action="extend", nargs="+", default=[], help="MxNxK, or MxK for quantize")
+    add(
+        "--rows",
+        choices=("small", "large", "all"),
+        default="all",
+        help="default rows with m <= 512, m >= 1024, or all",
+    )
+    add("--repeat", type=int, default=20, help="calls to take the median of")
+    add("--sustained", action="store_true", help="queue back to back for 0.4 s and take the mean")
+    add("--peers", help=f"comma-separated, of {', '.join(_PEERS)}; default: all")
+    add("--no-peers", action="store_true", help="time our kernels alone")
+    add("--compare", metavar="FILE", help="reference figures; default: benchmarks/h200_peers.json")
+    add("--json", metavar="FILE", help="write the rows to a file")
+    folder = "benchmarks/results"
+    add("--save", metavar="FOLDER", nargs="?", const=folder, help=f"keep them, in {folder}")
+    return parser
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """The shapes to measure, or an empty list for a family that has none."""
+    family = arguments.family
+    if family in ("matmul", "host"):
+        if arguments.shape or arguments.sustained:
+            raise ValueError(f"bench: {family} has one size; got --shape or --sustained")
+        return []
+    if arguments.shape:
+        return [parse_shape(text, family) for text in arguments.shape]
+    return default_shapes(family, arguments.rows, arguments.sustained)
+
+
+def _peers(arguments: argparse.Namespace) -> Sequence[str]:
+    if arguments.no_peers:
+        return ()
+    if arguments.peers is None:
+        return _PEERS
+    peers = arguments.peers.split(",")
+    if unknown := sorted(set(peers) - set(_PEERS)):
+        raise ValueError(f"bench: --peers must be of {', '.join(_PEERS)}; got {unknown[0]}")
+    return peers
+
+
+def _run_host(device: str, files: Sequence[pathlib.Path]) -> None:
+    times = host_times()
+    base = times["x + 1"]
+    for name, us in times.items():
+        print(f"{name:<20}{us:8.2f} us{us - base:+8.2f} against x + 1")
+    content = document(device, None, []) | {
+        "rows": [{"family": "host", "call": name, "us": round(us, 3)} for name, us in times.items()]
+    }
+    for file in files:
+        write_json(file, content)

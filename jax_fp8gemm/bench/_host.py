@@ -1,0 +1,51 @@
+"""The family `host`: what one jitted call costs the host, against a jitted `x + 1`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import jax_fp8gemm
+from jax_fp8gemm.bench._data import normal
+
+_NUM_ROUNDS, _NUM_CALLS = 200, 16  # fewer calls a round than JAX lets be in flight
+
+
+def host_times() -> dict[str, float]:
+    """Microseconds of the host's clock to queue one call, by name: the median over rounds.
+
+    The rounds of the functions alternate, so that a busy host slows all of them.
+    """
+    x, w = normal(128, 512, seed=0), normal(512, 128, seed=1)
+    lhs = jax.jit(lambda a: jax_fp8gemm.quantize(a, block=(1, 128)))(x)
+    rhs = jax.jit(lambda a: jax_fp8gemm.quantize(a, block=(128, 128)))(w.T)
+    increment = jax.jit(lambda a: a + 1)
+    matmul = jax.jit(jax_fp8gemm.matmul)
+    scaled_matmul = jax.jit(jax_fp8gemm.scaled_matmul)
+    dot = jax.jit(jnp.matmul)
+    calls: dict[str, Callable[[], Any]] = {
+        "x + 1": lambda: increment(x),
+        "jnp.matmul (bf16)": lambda: dot(x, w),
+        "scaled_matmul": lambda: scaled_matmul(lhs, rhs),
+        "matmul": lambda: matmul(x, w),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in tqdm(range(_NUM_ROUNDS), desc="bench host", leave=False):
+        for name, call in calls.items():
+            samples[name].append(_round_us(call))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _round_us(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(_NUM_CALLS):
+        result = call()
+    us = (time.perf_counter() - start) / _NUM_CALLS * 1e6
+    jax.block_until_ready(result)
+    return us

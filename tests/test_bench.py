@@ -1,0 +1,217 @@
+"""The benchmark's arithmetic, parsing and files. Nothing is timed here."""
+
+import ctypes
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fp8gemm import _ffi, bench
+from jax_fp8gemm.bench import _cupti, _families, _mlp, _problem, _reference, _report, _run, _timer
+from jax_fp8gemm.bench._cupti import Activity
+from jax_fp8gemm.bench._problem import Shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
+
+DEVICE = _run.Device("NVIDIA H200", 132, 4270.0)
+
+
+def activity(name: str, us: float, start_us: float = 0) -> Activity:
+    return Activity(name, int(start_us * 1e3), int((start_us + us) * 1e3))
+
+
+def fake_time(us: float):
+    """A clock that runs the call once and says `us`."""
+
+    def time(call):
+        call.queue.launch(call.run)
+        call.queue.wait()
+        return _timer.Timing(us, 0.5)
+
+    return time
+
+
+def test_shapes_parse():
+    assert _problem.parse_shape("4096x7168x2048", "dense") == Shape(4096, 7168, 2048)
+    assert _problem.parse_shape("8192x7168", "quantize") == Shape(8192, None, 7168)
+    assert str(Shape(8192, None, 7168)) == "8192x7168"
+
+
+@pytest.mark.parametrize("text", ["4096x7168", "4096x7168x", "0x128x128", "axbxc", "1x2x3x4"])
+def test_bad_shapes_raise(text):
+    with pytest.raises(ValueError, match="--shape must be MxNxK with positive sizes; got"):
+        _problem.parse_shape(text, "dense")
+
+
+def test_default_rows_are_the_reference_rows():
+    reference = _reference.load_reference()
+    assert reference is not None
+    for family, sustained in (("dense", False), ("dense", True), ("wgrad", False)):
+        table = reference.tables[family + ("_sustained" if sustained else "")]
+        shapes = _problem.default_shapes(family, sustained=sustained)
+        assert set(shapes) == {Shape(row["m"], row["n"], row["k"]) for row in table}
+    small = _problem.default_shapes("dense", "small")
+    large = _problem.default_shapes("dense", "large")
+    assert len(small) + len(large) == len(_problem.default_shapes("dense"))
+    assert max(shape.m for shape in small) <= 512 and min(shape.m for shape in large) >= 1024
+
+
+def test_dense_floors():
+    # 4096x4096x7168: 2 * 4096 * 7168 values, 2 MB + 7 KB of scales, 32 MB of bf16 results.
+    work = _problem.gemm_work(Shape(4096, 4096, 7168), is_1d1d=False, out_bytes=2, accumulate=False)
+    assert work.num_bytes == 2 * 4096 * 7168 + 4 * (4096 * 56 + 32 * 56) + 2 * 4096 * 4096
+    assert work.hbm_floor_us(4270) == pytest.approx(21.82, abs=0.02)
+    assert work.tensor_floor_us(132) == pytest.approx(121.54, abs=0.1)  # 1979 TFLOPS
+    assert work.tflops(168.86) == pytest.approx(1424, abs=1)
+
+
+def test_wgrad_work_reads_what_it_accumulates_into():
+    shape = Shape(256, 128, 512)
+    plain = _problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=False)
+    accumulated = _problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=True)
+    assert plain.num_bytes == (256 + 128) * 512 + 4 * (256 + 128) * 4 + 4 * 256 * 128
+    assert accumulated.num_bytes - plain.num_bytes == 4 * 256 * 128
+
+
+@pytest.mark.parametrize(
+    "mode, num_bytes",
+    [
+        ("rows", 3 * 256 * 384 + 4 * 256 * 3),
+        ("columns", 3 * 256 * 384 + 4 * 384 * 2),
+        ("rows+columns", 4 * 256 * 384 + 4 * (256 * 3 + 384 * 2)),
+        ("blocks", 3 * 256 * 384 + 4 * 6),
+        ("blocks+transposed", 4 * 256 * 384 + 4 * 6),
+    ],
+)
+def test_quantize_bytes(mode, num_bytes):
+    (case,) = [
+        case
+        for case in _families.cases("quantize", [Shape(256, None, 384)])
+        if case.labels["mode"] == mode
+    ]
+    assert case.work.num_bytes == num_bytes
+
+
+def test_activities_are_split_by_call_and_kernel():
+    call = [activity("flush", 200), activity("fp8_gemm_128", 10), activity("copy", 3)]
+    counted, other = _timer.split(call * 2, num_calls=2, num_flush=1, kernel="fp8_gemm")
+    assert counted == [10, 10] and other == [3, 3]
+    counted, other = _timer.split(call * 2, num_calls=2, num_flush=1, kernel="")
+    assert counted == [13, 13] and other == [0, 0]
+
+
+def test_uneven_or_missing_activities_raise():
+    with pytest.raises(ValueError, match="must run the same kernels"):
+        _timer.split([activity("a", 1)] * 3, num_calls=2, num_flush=0, kernel="")
+    with pytest.raises(ValueError, match=r"a kernel named \*fp8_gemm\* must run"):
+        _timer.split([activity("a", 1)] * 2, num_calls=2, num_flush=0, kernel="fp8_gemm")
+
+
+def test_cupti_records_are_read_at_their_offsets():
+    name = ctypes.create_string_buffer(b"fp8_gemm")
+    record = np.zeros(208, np.uint8)
+    record[:4].view(np.uint32)[:] = 10
+    record[16:32].view(np.uint64)[:] = 1000, 3500
+    record[104:112].view(np.uint64)[:] = ctypes.addressof(name)
+    assert _cupti.read_record(record.ctypes.data) == Activity("fp8_gemm", 1000, 3500)
+    assert Activity("fp8_gemm", 1000, 3500).us == 2.5
+    record[:4].view(np.uint32)[:] = 2
+    assert _cupti.read_record(record.ctypes.data) == Activity("[memset]", 1000, 3500)
+    record[:4].view(np.uint32)[:] = 5  # a driver call
+    assert _cupti.read_record(record.ctypes.data) is None
+
+
+def test_deepgemm_is_estimated_through_the_best_yardstick():
+    row = dict(m=16, n=2112, k=7168, deepgemm=12.0, cublaslt_tensorwise=10.0, bf16=15.0)
+    only_bf16 = dict(m=1, n=2112, k=7168, deepgemm=14.0, cublaslt_tensorwise=None, bf16=7.0)
+    wgrad = dict(m=256, n=256, k=256, deepgemm=100.0)
+    reference = _reference.Reference({"dense": [row, only_bf16], "wgrad": [wgrad]})
+    peers = {"cublaslt_tensorwise": 11.0, "torch_bf16": 14.0}
+    estimate = reference.deepgemm_us
+    assert estimate("dense", Shape(16, 2112, 7168), peers) == pytest.approx(13.2)
+    assert estimate("dense", Shape(1, 2112, 7168), peers) == pytest.approx(28)
+    assert estimate("dense", Shape(16, 2112, 7168), {"torch_bf16": 14.0}) is None
+    assert estimate("dense", Shape(7, 7, 7), peers) is None
+    assert estimate("wgrad", Shape(256, 256, 256), peers, machine=1.1) == pytest.approx(110)
+    assert reference.machine_factor({Shape(16, 2112, 7168): 11.0}) == pytest.approx(1.1)
+
+
+def test_summary_has_means_and_the_worst_row():
+    ratios = {Shape(4096, 1, 1): 2.0, Shape(1024, 1, 1): 0.5, Shape(8, 1, 1): 1.5}
+    lines = _reference.summarise(ratios, "peer")
+    assert lines[0] == (
+        "m >= 1024: 1.000x peer (geometric mean of 2 rows), worst 0.500x at 1024x1x1"
+    )
+    assert lines[1].startswith("m <= 512: 1.500x peer")
+
+
+@pytest.mark.parametrize("family", ["dense", "wgrad", "quantize"])
+def test_families_run_and_write_the_schema(family, tmp_path, capsys):
+    shape = Shape(128, None if family == "quantize" else 128, 256)
+    file = tmp_path / "rows.json"
+    options = _run.Options(family, fake_time(4.0), ("xla", "deepgemm"), [file])
+    rows = _run.run(family, _families.cases(family, [shape]), options, DEVICE)
+    document = json.loads(file.read_text())
+    assert list(document) == ["device", "date", "commit", "versions", "copy_gbps", "rows"]
+    assert document["device"] == "NVIDIA H200" and document["copy_gbps"] == 4270
+    assert len(document["rows"]) == len(rows) == {"dense": 1, "wgrad": 2, "quantize": 5}[family]
+    for row in document["rows"]:
+        keys = {"family", "m", "n", "k", "us", "tflops", "gbps", "config", "peers"}
+        assert keys <= set(row)
+        assert row["family"] == family and row["us"] == 4.0 and "deepgemm" not in row["peers"]
+    printed = capsys.readouterr().out
+    assert ("deepgemm: not timed everywhere: ModuleNotFoundError" in printed) == (
+        family != "quantize"
+    )
+
+
+def test_mlp_runs_forward_and_backward():
+    mlp = _mlp.Mlp("tiny", rows=128, hidden=128, inter=256)
+    out, gradients = _mlp.mlp_call(mlp, jnp.matmul).run()
+    assert out.shape == (128, 128)
+    assert [g.shape for g in gradients] == [(128, 128), (128, 256), (128, 256), (256, 128)]
+    assert mlp.flop == 3 * 3 * 2 * 128 * 128 * 256
+
+
+def test_table_prints_ratios_over_ours():
+    row = _report.Row(
+        family="dense",
+        labels={"m": 64, "n": 128, "k": 256},
+        shape=Shape(64, 128, 256),
+        us=10.0,
+        tflops=1.0,
+        gbps=2.0,
+        hbm_fraction=0.5,
+        tensor_fraction=0.25,
+        config="64x128",
+        peers={"xla_bf16": 15.0},
+        extra={"other_us": 0.0, "timer": "cupti"},
+    )
+    table = _report.Table(["m", "n", "k"], ["xla_bf16", "deepgemm"])
+    assert "15.00 (1.50x)" in table.line(row) and " 50%" in table.line(row)
+    assert len(table.line(row)) == len(table.header())
+    host = dataclasses.replace(row, extra={"other_us": 0.0, "timer": "host"})
+    assert any("no CUPTI" in line for line in _run._footer([host], DEVICE))
+
+
+def test_results_go_to_a_folder_of_the_device():
+    path = _report.results_path("benchmarks/results", "NVIDIA H200", "dense")
+    assert str(path) == "benchmarks/results/nvidia_h200/dense.json"
+
+
+def test_refuses_where_the_kernels_do_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: "needs an sm90a device; got no GPU")
+    assert bench.main(["dense"]) == 1
+    assert "needs an sm90a device; got no GPU. Nothing measured." in capsys.readouterr().out
+
+
+def test_refuses_options_that_would_do_nothing(capsys):
+    for arguments in (["host", "--sustained"], ["matmul", "--shape", "1x2x3"]):
+        with pytest.raises(SystemExit):
+            bench.main(arguments)
+        assert "has one size; got --shape or --sustained" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["dense", "--peers", "cublas"])
+    assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
