@@ -10,7 +10,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 _DEFAULT_NUM_SMS = 132
 
 
+class FallbackWarning(RuntimeWarning):
+    """The reference runs where the CUDA kernels could have been expected; the message says why."""
+
+
 @dataclass(frozen=True)
 class CompileReport:
     """What compiling one kernel took and gave.
@@ -46,28 +50,6 @@ class CompileReport:
     spill_bytes: int
     warnings: tuple[str, ...]
     cubin_bytes: int
-
-
-@dataclass(frozen=True)
-class BackendInfo:
-    """What the package found on this machine. Prints as a table.
-
-    `reason` says why the CUDA kernels are off, and is None where they run; the other fields
-    describe each part, or say what is wrong with it.
-    """
-
-    gpu: str
-    driver: str
-    nvrtc: str
-    ffi_api: str
-    jax: str
-    cache_dir: str
-    reason: str | None
-
-    def __str__(self) -> str:
-        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "reason"]
-        rows.append(("cuda kernels", "on" if self.reason is None else f"off: {self.reason}"))
-        return "\n".join(f"{name:<13} {value}" for name, value in rows)
 
 
 def _configure(cache_dir: str) -> None:
@@ -179,7 +161,7 @@ def warn_once(reason: str) -> None:
     """Warns that the reference runs instead of the CUDA kernels; once for each reason."""
     warnings.warn(
         f"jax_fp8gemm: the CUDA kernels are off and the slow reference runs instead: {reason}",
-        RuntimeWarning,
+        FallbackWarning,
         stacklevel=3,
     )
 
@@ -251,50 +233,31 @@ def _require_ext():
     return _ext
 
 
-# Explaining
+# What the machine has; RuntimeError with the reason where it has it not
 
 
-def _describe(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except RuntimeError as error:
-        return f"none: {error}"
+def gpu_names() -> list[str]:
+    """One "name (sm90, 132 SMs)" for each GPU that the driver shows."""
+    return [
+        "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
+        for d in _require_ext().device_info()["devices"]
+    ]
 
 
-def backend_info() -> BackendInfo:
-    """What the package found on this machine, and why the CUDA kernels are off if they are."""
+def driver_cuda_version() -> tuple[int, int]:
+    """The newest CUDA version that the driver supports."""
+    return _require_ext().device_info()["cuda_version"]
 
-    def gpu() -> str:
-        devices = _require_ext().device_info()["devices"]
-        names = [
-            "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
-            for d in devices
-        ]
-        return ", ".join(names) or "none"
 
-    def driver() -> str:
-        return "CUDA {}.{}".format(*_require_ext().device_info()["cuda_version"])
+def nvrtc() -> tuple[str, int, int]:
+    """Path, major and minor version of NVRTC."""
+    return _require_ext().nvrtc_info()
 
-    def nvrtc() -> str:
-        path, major, minor = _require_ext().nvrtc_info()
-        return f"{major}.{minor} ({path})"
 
-    def ffi_api() -> str:
-        ext = _require_ext()
-        runtime = "{}.{}".format(*_runtime_api())
-        return f"{ext.XLA_FFI_API_MAJOR}.{ext.XLA_FFI_API_MINOR} (this jaxlib: {runtime})"
-
-    cache_dir = _environment.cache_dir()
-    num_kernels = len(list(Path(cache_dir).glob("*.kernel"))) if cache_dir else 0
-    return BackendInfo(
-        gpu=_describe(gpu),
-        driver=_describe(driver),
-        nvrtc=_describe(nvrtc),
-        ffi_api=_describe(ffi_api),
-        jax=f"{jax.__version__} (backend: {jax.default_backend()})",
-        cache_dir=f"{cache_dir} ({num_kernels} kernels)" if cache_dir else "none",
-        reason=unavailable_reason(),
-    )
+def api_versions() -> tuple[tuple[int, int], tuple[int, int]]:
+    """FFI API version of the extension, and of this jaxlib."""
+    ext = _require_ext()
+    return (ext.XLA_FFI_API_MAJOR, ext.XLA_FFI_API_MINOR), _runtime_api()
 
 
 register()

@@ -1,0 +1,55 @@
+# make demo | test | gpu-test | lint. Each sets up $(VENV) first.
+#
+#   PYTHON   interpreter of the virtual environment, 3.11 or newer
+#   VENV     its folder
+#   JAX      what to install as JAX; with an NVIDIA driver, JAX's CUDA wheels too
+#   OFFLINE  1: download nothing; use the packages that PYTHON has
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?= $(if $(shell command -v nvidia-smi),jax[cuda13],jax)
+OFFLINE ?=
+PYTEST_FLAGS ?=
+
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h)
+CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
+
+.PHONY: demo test gpu-test lint clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/python examples/quickstart.py
+
+test: demo
+	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS)
+
+gpu-test: $(VENV)/installed
+	$(VENV)/bin/python -P -m pytest -m gpu $(PYTEST_FLAGS)
+
+lint: $(VENV)/installed-lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES) $(CUDA_SOURCES)
+
+clean:
+	rm -rf $(VENV) build
+
+# An editable install: Python and kernel sources are used from the checkout, C++ is rebuilt when
+# it changes.
+$(VENV)/installed: pyproject.toml ffi/CMakeLists.txt $(CPP_SOURCES)
+ifeq ($(OFFLINE),)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q $(JAX) scikit-build-core nanobind cmake ninja
+	$(PIP) install -q --no-build-isolation -e '.[demo,test]'
+else
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+endif
+	touch $@
+
+$(VENV)/installed-lint: $(VENV)/installed
+ifeq ($(OFFLINE),)
+	$(PIP) install -q -e '.[lint]' --no-build-isolation
+endif
+	touch $@

@@ -1,0 +1,101 @@
+"""Command line: python -m jax_fp8gemm info | precompile | bench ..."""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+
+import numpy as np
+
+from jax_fp8gemm import _environment, _ffi, _quantize, _tile_config
+from jax_fp8gemm._backend_info import backend_info
+from jax_fp8gemm._ffi import CompileReport
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # bench has a parser of its own, and modules that the other commands need not import.
+    if arguments[:1] == ["bench"]:
+        from jax_fp8gemm import bench
+
+        return bench.main(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what this machine has, and why the CUDA kernels are off")
+    commands.add_parser("bench", help="measure the kernels (see bench --help)")
+    precompile = commands.add_parser(
+        "precompile", help="compile every kernel into the disk cache; needs NVRTC, but no GPU"
+    )
+    precompile.add_argument(
+        "--all-formats", action="store_true", help="the e5m2 and power-of-two kernels too"
+    )
+    precompile.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), metavar="N")
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        print(backend_info())
+        return 0
+    return _precompile(options.all_formats, options.jobs)
+
+
+def _precompile(all_formats: bool, jobs: int) -> int:
+    """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed."""
+    tasks = [*_gemm_kernels(all_formats), *_quantize_kernels(all_formats)]
+    num_failed = num_cached = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        for i, future in enumerate(as_completed(futures), start=1):
+            try:
+                report = future.result()
+            except RuntimeError as error:
+                num_failed += 1
+                print(f"[{i}/{len(tasks)}] failed: {error}")
+                continue
+            num_cached += report.cached
+            print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
+    print(
+        f"{len(tasks) - num_failed} kernels ({num_cached} were there already) in "
+        f"{_environment.cache_dir() or 'memory only'}; {num_failed} failed"
+    )
+    return 1 if num_failed else 0
+
+
+def _line(report: CompileReport) -> str:
+    origin = "cached" if report.cached else f"{report.seconds:.2f} s"
+    notes = [f"{report.spill_bytes} BYTES SPILLED"] if report.spill_bytes else []
+    return "; ".join(
+        [f"{report.name}: {origin}, {report.registers} registers", *notes, *report.warnings]
+    )
+
+
+def _gemm_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
+    formats = list(itertools.product((False, True), repeat=2)) if all_formats else [(False, False)]
+    outs = [(False, False), (True, False), (True, True)]  # out_f32, accumulate
+    for config, is_1d1d, (out_f32, accumulate), (lhs_e5m2, rhs_e5m2) in itertools.product(
+        _tile_config.CONFIGS, (False, True), outs, formats
+    ):
+        attributes = config.attributes(
+            is_1d1d=is_1d1d,
+            out_f32=out_f32,
+            accumulate=accumulate,
+            lhs_e5m2=lhs_e5m2,
+            rhs_e5m2=rhs_e5m2,
+            num_sms=_ffi.num_sms(),
+        )
+        yield partial(_ffi.compile_gemm, attributes)
+
+
+def _quantize_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
+    variants = list(itertools.product((0, 1), repeat=2)) if all_formats else [(0, 0)]
+    for mode, (e5m2, pow2_scale), x_dtype in itertools.product(
+        range(len(_quantize.MODES)), variants, ("bf16", "f16", "f32")
+    ):
+        config = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale, num_sms=_ffi.num_sms())
+        config = {name: np.int32(value) for name, value in config.items()}
+        yield partial(_ffi.compile_quantize, config, x_dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

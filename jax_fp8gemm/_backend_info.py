@@ -1,0 +1,75 @@
+"""backend_info: what the package found on this machine, for people to read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jax
+
+from jax_fp8gemm import _environment, _ffi
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What the package found on this machine. Prints as a table.
+
+    `reason` says why the CUDA kernels are off, and is None where they run; the other fields
+    describe each part, or say why it is missing.
+    """
+
+    gpu: str
+    driver: str
+    nvrtc: str
+    ffi_api: str
+    jax: str
+    cache_dir: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "reason"]
+        rows.append(("cuda kernels", "on" if self.reason is None else f"off: {self.reason}"))
+        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+
+
+def backend_info() -> BackendInfo:
+    """Says what the package found on this machine, and why the CUDA kernels are off if they are."""
+    return BackendInfo(
+        gpu=_describe(_gpu),
+        driver=_describe(lambda: "CUDA {}.{}".format(*_ffi.driver_cuda_version())),
+        nvrtc=_describe(lambda: "{1}.{2} ({0})".format(*_ffi.nvrtc())),
+        ffi_api=_describe(_ffi_api),
+        jax=f"{jax.__version__} (backend: {jax.default_backend()})",
+        cache_dir=_cache(),
+        reason=_ffi.unavailable_reason() or _jax_fault(),
+    )
+
+
+def _describe(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except RuntimeError as error:
+        return f"none: {error}"
+
+
+def _gpu() -> str:
+    return ", ".join(_ffi.gpu_names()) or "none"
+
+
+def _ffi_api() -> str:
+    built, runtime = _ffi.api_versions()
+    return "{}.{} (this jaxlib: {}.{})".format(*built, *runtime)
+
+
+def _jax_fault() -> str | None:
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return "jax sees no NVIDIA GPU. Install jax[cuda13], and leave JAX_PLATFORMS unset"
+    return None
+
+
+def _cache() -> str:
+    cache_dir = _environment.cache_dir()
+    if not cache_dir:
+        return "none: kernels are kept in memory only"
+    return f"{cache_dir} ({len(list(Path(cache_dir).glob('*.kernel')))} kernels)"

@@ -1,0 +1,45 @@
+"""Settings of all tests: strict JAX, four host devices, the `gpu` marker, checked annotations."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# Before jax starts a backend, and before jax_fp8gemm reads its environment. A cache of their own
+# keeps tests from passing on kernels that another source tree compiled.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:
+    os.environ["JAX_FP8GEMM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_fp8gemm_cache_")
+    atexit.register(shutil.rmtree, os.environ["JAX_FP8GEMM_CACHE_DIR"], ignore_errors=True)
+
+import importlib.util
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Shape annotations are checked in tests and free in use.
+if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
+    from jaxtyping import install_import_hook
+
+    install_import_hook("jax_fp8gemm", "beartype.beartype")
+
+
+def _gpu_fault() -> str | None:
+    """Why tests marked `gpu` cannot run here."""
+    from jax_fp8gemm import _ffi
+
+    if jax.default_backend() != "gpu":
+        return f"needs a Hopper GPU; JAX runs on {jax.default_backend()}"
+    return _ffi.unavailable_reason()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    fault = _gpu_fault() if marked else None
+    for item in marked:
+        if fault is not None:
+            item.add_marker(pytest.mark.skip(reason=fault))
