@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_dense_floors():
     # 4096x4096x7168: 2 * 4096 * 7168 values, 2 MB + 7 KB of scales, 32 MB of bf16 results.
     work = _problem.gemm_work(Shape(4096, 4096, 7168), is_1d1d=False, out_bytes=2, accumulate=False)
     assert work.num_bytes == 2 * 4096 * 7168 + 4 * (4096 * 56 + 32 * 56) + 2 * 4096 * 4096
-    assert work.hbm_floor_us(4270) == pytest.approx(21.82, abs=0.02)
+    assert work.hbm_floor_us(4270.0) == pytest.approx(21.82, abs=0.02)
     assert work.tensor_floor_us(132) == pytest.approx(121.54, abs=0.1)  # 1979 TFLOPS
     assert work.tflops(168.86) == pytest.approx(1424, abs=1)
 
@@ -215,3 +216,14 @@ def test_refuses_options_that_would_do_nothing(capsys):
     with pytest.raises(SystemExit):
         bench.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_cupti_times_jax_kernels():
+    x = jnp.ones((1 << 28,), jnp.float32)  # 2 GiB moved: about 0.5 ms on an H200
+    increment = jax.jit(lambda x: x + 1)
+    call = _timer.Call(lambda: increment(x), _timer.jax_queue())
+    timing = _timer.measure(call, repeat=5)
+    assert timing.timer == "cupti" and 300 < timing.us < 3000 and timing.other_us == 0
+    sustained = _timer.measure_sustained(call, seconds=0.05)
+    assert sustained.timer == "cupti" and 0.5 < sustained.us / timing.us < 2

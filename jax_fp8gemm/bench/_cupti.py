@@ -19,7 +19,7 @@ _KINDS = (_KIND_MEMCPY, _KIND_MEMSET, _KIND_KERNEL)
 _START_OFFSET, _END_OFFSET, _NAME_OFFSET = 16, 24, 104
 _FLUSH_FORCED = 1
 _BUFFER_BYTES = 8 << 20  # about 40 000 records, so that CUPTI rarely calls back while work runs
-_LIBRARIES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
+_LIBRARIES: tuple[str, ...] = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 _Request = ctypes.CFUNCTYPE(
     None,
@@ -65,7 +65,8 @@ class Cupti:
     def record(self) -> Iterator[list[Activity]]:
         """Yields a list that holds, after the block, what the device ran inside it, by start time.
 
-        The block must wait for its own work before it ends.
+        The block must wait for its own work before it ends. Raises: CuptiError if CUPTI refuses, or
+        saw nothing.
         """
         for kind in _KINDS:
             self._call("cuptiActivityEnable", ctypes.c_int(kind))
@@ -74,10 +75,13 @@ class Cupti:
         try:
             yield activities
         finally:
-            self._call("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
             for kind in _KINDS:
                 self._call("cuptiActivityDisable", ctypes.c_int(kind))
+            # Forced, so that CUPTI keeps no buffer to hand to a Python that has shut down.
+            self._call("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
         activities.extend(sorted(self._activities, key=lambda activity: activity.start_ns))
+        if not activities:
+            raise CuptiError("bench: CUPTI must see the device's work; got no record of any")
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
@@ -135,7 +139,7 @@ def cupti() -> Cupti:
 
 def _candidates() -> list[str]:
     # By soname first: that finds a copy another library has loaded, and two copies would clash.
-    candidates = list(_LIBRARIES)
+    candidates: list[str] = list(_LIBRARIES)
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         for folder in ("cu13/lib", "cuda_cupti/lib"):

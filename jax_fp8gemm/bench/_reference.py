@@ -26,7 +26,7 @@ class Reference:
 
     tables: Mapping[str, Any]
 
-    def row(self, family: str, shape: Shape) -> Mapping[str, float | None]:
+    def row(self, family: str, shape: Shape) -> Mapping[str, Any]:
         """The family's row of that shape, or an empty one."""
         for row in self.tables.get(family, ()):
             if (row["m"], row.get("n"), row["k"]) == (shape.m, shape.n, shape.k):

@@ -6,8 +6,9 @@ import math
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ _FLUSH_BYTES = 1 << 30  # far above any L2; the peers' reference figures were fl
 _NUM_WARMUP = 3
 
 
+@runtime_checkable
 class Queue(Protocol):
     """One framework's stream of work on the device."""
 
@@ -109,21 +111,12 @@ def measure(call: Call, repeat: int = 20, flush: bool = True) -> Timing:
     """The median over `repeat` calls, each after a flush of the L2 unless `flush` is False."""
     _warm_up(call)
     try:
-        recorder = cupti()
-    except CuptiError:
-        return Timing(_host_us(call, repeat), timer="host")
-    num_flush = 0
-    if flush:
-        with recorder.record() as activities:
-            call.queue.flush()
-            call.queue.wait()
-        num_flush = len(activities)
-    with recorder.record() as activities:
-        for _ in range(repeat):
-            if flush:
-                call.queue.flush()
-            call.queue.launch(call.run)
-        call.queue.wait()
+        num_flush = len(_record([call.queue.flush], call.queue)) if flush else 0
+        steps = [call.queue.flush] if flush else []
+        steps.append(lambda: call.queue.launch(call.run))
+        activities = _record(steps * repeat, call.queue)
+    except CuptiError as error:
+        return _host_timing(call, repeat, error)
     counted, other = split(activities, repeat, num_flush, call.kernel)
     return Timing(statistics.median(counted), statistics.median(other))
 
@@ -131,20 +124,14 @@ def measure(call: Call, repeat: int = 20, flush: bool = True) -> Timing:
 def measure_sustained(call: Call, seconds: float = 0.4) -> Timing:
     """The mean over calls queued back to back for `seconds`: the card at its power limit."""
     once = measure(call, repeat=3, flush=False)
-    num_calls = max(1, math.ceil(seconds * 1e6 / once.us))
-    clock = _SmClock()
-    clock.start()
-    try:
-        if once.timer == "host":
-            return Timing(_host_us(call, num_calls), timer="host", sm_mhz=clock.stop())
-        with cupti().record() as activities:
-            for _ in range(num_calls):
-                call.queue.launch(call.run)
-            call.queue.wait()
-    finally:
-        sm_mhz = clock.stop()
+    num_calls = max(1, math.ceil(seconds * 1e6 / (once.us + once.other_us)))
+    with _SmClock() as clock:
+        try:
+            activities = _record([lambda: call.queue.launch(call.run)] * num_calls, call.queue)
+        except CuptiError as error:
+            return _host_timing(call, num_calls, error)
     counted, other = split(activities, num_calls, 0, call.kernel)
-    return Timing(statistics.fmean(counted), statistics.fmean(other), sm_mhz=sm_mhz)
+    return Timing(statistics.fmean(counted), statistics.fmean(other), sm_mhz=clock.mhz())
 
 
 def split(
@@ -167,12 +154,21 @@ def split(
     counted, other = [], []
     for first in range(0, len(activities), per_call):
         own = activities[first + num_flush : first + per_call]
-        counted.append(sum(activity.us for activity in own if kernel in activity.name))
-        other.append(sum(activity.us for activity in own if kernel not in activity.name))
+        counted.append(math.fsum(activity.us for activity in own if kernel in activity.name))
+        other.append(math.fsum(activity.us for activity in own if kernel not in activity.name))
     if not all(counted):
         names = sorted({activity.name for activity in activities})
         raise ValueError(f"bench: a kernel named *{kernel}* must run in each call; got {names}")
     return counted, other
+
+
+def _record(steps: Sequence[Callable[[], None]], queue: Queue) -> list[Activity]:
+    """What the device ran for the steps."""
+    with cupti().record() as activities:
+        for step in steps:
+            step()
+        queue.wait()
+    return activities
 
 
 def _warm_up(call: Call) -> None:
@@ -181,21 +177,31 @@ def _warm_up(call: Call) -> None:
     call.queue.wait()
 
 
-def _host_us(call: Call, num_calls: int) -> float:
+def _host_timing(call: Call, num_calls: int, error: CuptiError) -> Timing:
+    """The host's clock over calls queued back to back."""
+    warnings.warn(f"{error}; the host's clock is used instead", RuntimeWarning, stacklevel=3)
     start = time.perf_counter()
     for _ in range(num_calls):
         call.queue.launch(call.run)
     call.queue.wait()
-    return (time.perf_counter() - start) / num_calls * 1e6
+    return Timing((time.perf_counter() - start) / num_calls * 1e6, timer="host")
 
 
 class _SmClock(threading.Thread):
-    """Samples the SM clock through NVML (nvidia-ml-py), where that is installed."""
+    """Samples the SM clock inside a `with` block, where nvidia-ml-py is installed."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._samples: list[int] = []
         self._done = threading.Event()
+
+    def __enter__(self) -> "_SmClock":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self.join()
 
     def run(self) -> None:
         try:
@@ -209,9 +215,7 @@ class _SmClock(threading.Thread):
         except Exception:  # NVML is an extra: without it the clock is not reported
             return
 
-    def stop(self) -> int | None:
+    def mhz(self) -> int | None:
         """The median of the later half of the samples, or None."""
-        self._done.set()
-        self.join()
         later = self._samples[len(self._samples) // 2 :]
         return round(statistics.median(later)) if later else None
