@@ -21,10 +21,10 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
 
 test: demo
-	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS)
+	$(VENV)/bin/pytest $(PYTEST_FLAGS)
 
 gpu-test: $(VENV)/installed
-	$(VENV)/bin/python -P -m pytest -m gpu $(PYTEST_FLAGS)
+	$(VENV)/bin/pytest -m gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check .

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 
-import numpy as np
-
 from jax_fp8gemm import _environment, _ffi, _quantize, _tile_config
 from jax_fp8gemm._backend_info import backend_info
 from jax_fp8gemm._ffi import CompileReport
@@ -93,7 +91,6 @@ def _quantize_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]
         range(len(_quantize.MODES)), variants, ("bf16", "f16", "f32")
     ):
         config = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale, num_sms=_ffi.num_sms())
-        config = {name: np.int32(value) for name, value in config.items()}
         yield partial(_ffi.compile_quantize, config, x_dtype)
 
 

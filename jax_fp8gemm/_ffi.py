@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
@@ -209,7 +209,7 @@ def _compile(compile_kernel: Callable[[], Mapping[str, Any]]) -> CompileReport:
     )
 
 
-def compile_gemm(config: Mapping[str, int]) -> CompileReport:
+def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
     """Compiles the GEMM kernel of a config (`TileConfig.attributes`), or finds it in the cache.
 
     Needs NVRTC, but no GPU.
@@ -221,7 +221,7 @@ def compile_gemm(config: Mapping[str, int]) -> CompileReport:
     return _compile(lambda: ext.compile_gemm(dict(config)))
 
 
-def compile_quantize(config: Mapping[str, int], x_dtype: str) -> CompileReport:
+def compile_quantize(config: Mapping[str, SupportsIndex], x_dtype: str) -> CompileReport:
     """As `compile_gemm`, for the quantise kernel with input bf16, f16 or f32."""
     ext = _require_ext()
     return _compile(lambda: ext.compile_quantize(dict(config), x_dtype))

@@ -1,0 +1,243 @@
+"""The extension's answers: which targets it has, and why they cannot run on some machine."""
+
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import pytest
+
+from jax_fp8gemm import _backend_info, _environment, _ffi
+
+_ext = pytest.importorskip("jax_fp8gemm._ext")
+
+
+@pytest.fixture(autouse=True)
+def fresh_answers():
+    """Each test asks anew; nothing that it was told outlives it."""
+    caches = (_ffi.unavailable_reason, _ffi.warn_once, _ffi.num_sms, _ffi._check_cache_dir)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    _ffi._configure(_environment.cache_dir())
+
+
+def _device(name, compute_capability):
+    return dict(name=name, compute_capability=compute_capability, num_sms=108)
+
+
+def _pretend(monkeypatch, *devices, cuda_version=(13, 0), nvrtc=("libnvrtc.so.13", 13, 0)):
+    """Makes the extension see this machine."""
+    info = dict(cuda_version=cuda_version, devices=list(devices))
+    monkeypatch.setattr(_ext, "device_info", lambda: info)
+    monkeypatch.setattr(_ext, "nvrtc_info", lambda: nvrtc)
+
+
+_H200 = _device("NVIDIA H200", (9, 0))
+
+
+def test_the_targets_have_the_three_stages():
+    registrations = _ext.registrations()
+    assert set(registrations) == {_ffi.GEMM_TARGET, _ffi.QUANTIZE_TARGET}
+    for stages in registrations.values():
+        assert set(stages) == {"instantiate", "prepare", "execute"}
+        assert all(type(handler).__name__ == "PyCapsule" for handler in stages.values())
+
+
+def test_registering_again_changes_nothing():
+    _ffi.register()
+
+
+def test_the_runtime_api_version_is_read_from_the_headers_of_jaxlib():
+    major, minor = _ffi._runtime_api()
+    assert major == 0 and minor >= 3
+    assert (_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR) <= (major, minor)
+
+
+def test_a_jaxlib_older_than_the_extension_is_refused(monkeypatch):
+    assert _ffi._api_fault(0, 3, 0, 3) is None
+    assert _ffi._api_fault(0, 3, 0, 5) is None
+    fault = _ffi._api_fault(0, 4, 0, 3)
+    assert re.search(r"built for XLA FFI API 0\.4 and this jaxlib provides 0\.3\. Update", fault)
+    assert _ffi._api_fault(1, 0, 0, 9) is not None
+
+    monkeypatch.setattr(_ext, "XLA_FFI_API_MINOR", _ffi._runtime_api()[1] + 1)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", pytest.fail)
+    _ffi.register()  # registers nothing: XLA's backend would not start
+    assert "XLA FFI API" in _ffi.unavailable_reason()
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (dict(devices=[_H200]), None),
+        (dict(devices=[]), "needs an sm90a device; got no GPU"),
+        (
+            dict(devices=[_device("NVIDIA A100", (8, 0))]),
+            r"needs an sm90a device; got NVIDIA A100 \(sm80\)",
+        ),
+        # One of two is enough to fail: a computation may be placed on either.
+        (dict(devices=[_H200, _device("NVIDIA B200", (10, 0))]), r"got NVIDIA B200 \(sm100\)"),
+        (
+            dict(devices=[_H200], cuda_version=(12, 8)),
+            r"NVRTC 13\.0 \(libnvrtc\.so\.13\) needs a driver for CUDA 13; got one for CUDA 12\.8",
+        ),
+        (dict(devices=[_H200], cuda_version=(13, 2), nvrtc=("libnvrtc.so.12", 12, 9)), None),
+    ],
+)
+def test_unavailable_reason_names_what_is_wrong(monkeypatch, machine, reason):
+    machine = dict(machine)
+    _pretend(monkeypatch, *machine.pop("devices"), **machine)
+    if reason is None:
+        assert _ffi.unavailable_reason() is None
+    else:
+        assert re.search(reason, _ffi.unavailable_reason())
+
+
+def test_without_a_driver_the_reason_says_so_and_132_sms_are_assumed(monkeypatch):
+    def no_driver():
+        raise RuntimeError("no NVIDIA driver: cannot open libcuda.so.1")
+
+    monkeypatch.setattr(_ext, "device_info", no_driver)
+    assert _ffi.unavailable_reason() == "no NVIDIA driver: cannot open libcuda.so.1"
+    assert _ffi.num_sms() == 132
+
+
+def test_num_sms_is_the_first_device_s(monkeypatch):
+    _pretend(monkeypatch, _device("NVIDIA H100 PCIe", (9, 0)))
+    assert _ffi.num_sms() == 108
+
+
+def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(_ffi, "_ext", None)
+    monkeypatch.setattr(_ffi, "_ext_fault", "No module named '_ext'", raising=False)
+    assert re.search(r"cannot be imported \(No module .*pip install", _ffi.unavailable_reason())
+    assert _ffi.num_sms() == 132
+    with pytest.raises(RuntimeError, match="cannot be imported"):
+        _ffi.compile_gemm({})
+    assert "off: the extension" in str(_backend_info.backend_info())
+
+
+# NVRTC
+
+
+def _configure_nvrtc(*paths):
+    _ext.configure(
+        source_dir=_environment.source_dir(),
+        cache_dir="",
+        nvrtc_paths=[str(path) for path in paths],
+        is_debug=False,
+        dump_dir="",
+    )
+
+
+def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
+    garbage = tmp_path / "libnvrtc.so.13"
+    garbage.write_text("not a library")
+    missing = tmp_path / "none" / "libnvrtc.so.13"
+    _configure_nvrtc(garbage, missing)
+    with pytest.raises(RuntimeError, match="none of 2 candidates works") as error:
+        _ext.nvrtc_info()
+    assert f"{garbage}: " in str(error.value) and f"{missing}: " in str(error.value)
+    assert "JAX_FP8GEMM_NVRTC" in str(error.value)
+
+    info = dict(cuda_version=(13, 0), devices=[_H200])
+    monkeypatch.setattr(_ext, "device_info", lambda: info)
+    assert "none of 2 candidates works" in _ffi.unavailable_reason()
+    with pytest.raises(RuntimeError, match="none of 2 candidates works"):
+        _ext.compile_quantize(dict(mode=0, e5m2=0, pow2_scale=0, num_sms=1), "bf16")
+
+
+def _fake_nvrtc(path, major, minor, functions):
+    source = f"int nvrtcVersion(int* a, int* b) {{ *a = {major}; *b = {minor}; return 0; }}\n"
+    source += "".join(f"int {function}() {{ return 0; }}\n" for function in functions)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source.encode(), check=True)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="builds a stand-in for an old NVRTC")
+def test_an_old_nvrtc_is_refused_with_its_version(tmp_path):
+    functions = (
+        "nvrtcGetErrorString nvrtcCreateProgram nvrtcDestroyProgram nvrtcCompileProgram "
+        "nvrtcGetProgramLogSize nvrtcGetProgramLog nvrtcGetCUBINSize nvrtcGetCUBIN"
+    ).split()
+    _fake_nvrtc(tmp_path / "old.so", 11, 8, functions)
+    _configure_nvrtc(tmp_path / "old.so")
+    with pytest.raises(RuntimeError, match=r"is NVRTC 11\.8; the kernels need 12\.\d+ or newer"):
+        _ext.nvrtc_info()
+
+    _fake_nvrtc(tmp_path / "part.so", 13, 0, functions[:-1])
+    _configure_nvrtc(tmp_path / "part.so", tmp_path / "old.so")
+    with pytest.raises(RuntimeError, match=r"part\.so: has no nvrtcGetCUBIN; .*NVRTC 11\.8"):
+        _ext.nvrtc_info()
+
+
+def test_the_environment_picks_one_nvrtc(monkeypatch):
+    monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "/some/libnvrtc.so")
+    assert _environment.nvrtc_paths() == ["/some/libnvrtc.so"]
+    monkeypatch.delenv("JAX_FP8GEMM_NVRTC")
+    assert "libnvrtc.so.13" in _environment.nvrtc_paths()
+
+
+# Warnings, cache folder, information
+
+
+def test_the_fallback_is_warned_of_once_for_each_reason():
+    with pytest.warns(RuntimeWarning, match="reference runs instead: no luck$"):
+        _ffi.warn_once("no luck")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _ffi.warn_once("no luck")
+    with pytest.warns(RuntimeWarning, match="another"):
+        _ffi.warn_once("another")
+
+
+def test_an_unusable_cache_folder_is_only_a_warning(monkeypatch, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.touch()
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(blocker / "cache"))
+    _pretend(monkeypatch, _H200)
+    with pytest.warns(RuntimeWarning, match=f"cache folder {blocker}/cache: .*in memory only"):
+        assert _ffi.unavailable_reason() is None
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "/a")
+    assert _environment.cache_dir() == "/a"
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "")
+    assert _environment.cache_dir() == ""
+    assert "memory only" in _backend_info.backend_info().cache_dir
+    monkeypatch.delenv("JAX_FP8GEMM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert _environment.cache_dir() == "/x/jax_fp8gemm"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert _environment.cache_dir() == "/h/.cache/jax_fp8gemm"
+
+
+def test_info_prints_every_part_and_the_reason():
+    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "info"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split("  ")[0] for line in output.splitlines()]
+    assert names == ["gpu", "driver", "nvrtc", "ffi_api", "jax", "cache_dir", "cuda kernels"]
+    assert f"{_ext.XLA_FFI_API_MAJOR}.{_ext.XLA_FFI_API_MINOR} (this jaxlib: " in output
+    assert jax.__version__ in output
+    reason = _backend_info.backend_info().reason
+    assert ("off: " + reason if reason else "on") in output
+
+
+def test_backend_info_tells_what_the_machine_has(monkeypatch):
+    _pretend(monkeypatch, _H200)
+    info = _backend_info.backend_info()
+    assert info.gpu == "NVIDIA H200 (sm90, 108 SMs)"
+    assert info.driver == "CUDA 13.0"
+    assert info.nvrtc == "13.0 (libnvrtc.so.13)"
+
+
+def test_the_kernel_sources_are_found():
+    names = {path.name for path in _environment.Path(_environment.source_dir()).glob("*.cuh")}
+    assert {"gemm.cuh", "quantize.cuh"} <= names

@@ -1,0 +1,264 @@
+"""The JIT, on real kernels and without a GPU: NVRTC, the disk cache, and what ptxas says."""
+
+import concurrent.futures
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_fp8gemm import _environment, _ffi, _quantize, _tile_config
+
+_ext = pytest.importorskip("jax_fp8gemm._ext")
+
+
+def _has_nvrtc() -> bool:
+    try:
+        _ffi.nvrtc()
+    except RuntimeError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
+
+# A small kernel: these tests are about the cache.
+_KERNEL = dict(mode=0, e5m2=0, pow2_scale=0, num_sms=132)
+
+
+def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
+    """Points the JIT at `cache_dir` and empties its memory."""
+    _ext.configure(
+        source_dir=str(source_dir or _environment.source_dir()),
+        cache_dir=str(cache_dir),
+        nvrtc_paths=_environment.nvrtc_paths(),
+        is_debug=is_debug,
+        dump_dir=str(dump_dir),
+    )
+
+
+@pytest.fixture
+def cache_dir(tmp_path):
+    """An empty cache folder, in use; the settings of the session come back afterwards."""
+    _configure(tmp_path / "cache")
+    yield tmp_path / "cache"
+    _configure(_environment.cache_dir())
+
+
+def _compile():
+    return _ext.compile_quantize(_KERNEL, "bf16")
+
+
+def test_a_kernel_is_compiled_once_and_then_read_from_disk(cache_dir):
+    cold = _compile()
+    assert not cold["from_disk"] and cold["cubin_bytes"] > 0 and cold["registers"] > 0
+    (entry,) = cache_dir.iterdir()
+    assert entry.name.startswith(cold["name"]) and entry.suffix == ".kernel"
+
+    _configure(cache_dir)
+    start = time.perf_counter()
+    hit = _compile()
+    seconds = time.perf_counter() - start
+    assert hit == {**cold, "from_disk": True}
+    # 20 ms is the promise on a quiet machine, 2 ms what it takes; a compilation takes 200 or more.
+    assert seconds < 0.1
+
+
+def test_memory_is_asked_before_the_disk(cache_dir):
+    first = _compile()
+    shutil.rmtree(cache_dir)
+    assert _compile() == first
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "append", "other_format"])
+def test_a_damaged_entry_is_rebuilt(cache_dir, damage):
+    cold = _compile()
+    (entry,) = cache_dir.iterdir()
+    good = entry.read_bytes()
+    bad = {
+        "truncate": good[:-100],
+        "empty": b"",
+        "flip": good[:-100] + bytes([good[-100] ^ 1]) + good[-99:],
+        "append": good + b"x",
+        "other_format": b"FP8GEMM0" + good[8:],
+    }[damage]
+    entry.write_bytes(bad)
+
+    _configure(cache_dir)
+    assert _compile() == cold
+    assert [file.name for file in cache_dir.iterdir()] == [entry.name]
+    _configure(cache_dir)
+    assert _compile() == {**cold, "from_disk": True}
+
+
+def test_a_changed_source_is_another_entry(cache_dir, tmp_path):
+    _compile()
+    source_dir = tmp_path / "cuda"
+    shutil.copytree(_environment.source_dir(), source_dir)
+    for edit in ("\n// changed\n", "\n// changed again\n"):
+        with open(source_dir / "quantize.cuh", "a") as file:
+            file.write(edit)
+        _configure(cache_dir, source_dir=source_dir)
+        assert not _compile()["from_disk"]
+    assert len(list(cache_dir.iterdir())) == 3
+
+
+def test_an_unwritable_cache_is_warned_of_once(tmp_path, capfd):
+    blocker = tmp_path / "file"
+    blocker.write_text("a folder cannot be made below a file")
+    # In a process of its own: the warning comes once a process.
+    code = f"""
+        for config in ({_KERNEL}, {_KERNEL | dict(mode=1)}):
+            assert not ext.compile_quantize(config, "bf16")["from_disk"]
+        """
+    result = _start(code, blocker / "cache")
+    assert result.wait() == 0
+    error = capfd.readouterr().err
+    assert error.count("jax_fp8gemm: warning: kernels are kept in memory only") == 1
+    assert str(blocker) in error
+
+
+def test_processes_race_on_one_cache(tmp_path):
+    code = f"""
+        import sys
+        sys.stdin.readline()
+        report = ext.compile_quantize({_KERNEL}, "bf16")
+        print(report["name"], report["cubin_bytes"], flush=True)
+        """
+    workers = [_start(code, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "abc"]
+    for worker in workers:  # all are waiting: let them go at once
+        worker.stdin.write(b"\n")
+        worker.stdin.flush()
+    outputs = {worker.communicate()[0] for worker in workers}
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert len(outputs) == 1
+    (entry,) = tmp_path.iterdir()
+    _configure(tmp_path)
+    try:
+        assert _compile()["from_disk"]
+    finally:
+        _configure(_environment.cache_dir())
+    assert outputs == {f"{_compile()['name']} {_compile()['cubin_bytes']}\n".encode()}
+
+
+def test_threads_compile_a_kernel_once(cache_dir, capfd):
+    _configure(cache_dir, is_debug=True)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reports = list(pool.map(lambda _: _compile(), range(4)))
+    assert all(report == reports[0] for report in reports)
+    error = capfd.readouterr().err
+    assert error.count("compiled by NVRTC") == 1
+    assert error.count("in memory") == 3
+
+
+def test_debug_and_dump_say_what_was_compiled(cache_dir, tmp_path, capfd):
+    dump_dir = tmp_path / "dump"
+    _configure(cache_dir, is_debug=True, dump_dir=dump_dir)
+    report = _compile()
+    pattern = (
+        rf"jit: {report['name']}: compiled by NVRTC \d+\.\d+ in \d\.\d+ s; \d+ registers, 0 sp"
+    )
+    assert re.search(pattern, capfd.readouterr().err)
+    assert "quantize.cuh" in (dump_dir / f"{report['name']}.cu").read_text()
+    assert (dump_dir / f"{report['name']}.cubin").read_bytes()[:4] == b"\x7fELF"
+    assert "registers" in (dump_dir / f"{report['name']}.log").read_text()
+    if shutil.which("nvdisasm") or shutil.which("cuobjdump"):
+        assert "EXIT" in (dump_dir / f"{report['name']}.sass").read_text()
+
+
+def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_path):
+    source_dir = tmp_path / "cuda"
+    source_dir.mkdir()
+    (source_dir / "quantize.cuh").write_text("this is not CUDA")
+    _configure(cache_dir, source_dir=source_dir)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot compile .*\n.*quantize\.cuh\(1\): error"):
+            _compile()
+    assert not cache_dir.exists()
+
+
+def test_a_config_must_have_exactly_the_members_of_the_kernel():
+    with pytest.raises(KeyError, match="pow2_scale"):
+        _ext.compile_quantize({k: v for k, v in _KERNEL.items() if k != "pow2_scale"}, "bf16")
+    with pytest.raises(KeyError, match="4 members; got 5"):
+        _ext.compile_quantize(_KERNEL | {"more": 1}, "bf16")
+    with pytest.raises(ValueError, match="bf16, f16 or f32; got i32"):
+        _ext.compile_quantize(_KERNEL, "i32")
+
+
+# What ptxas says of every kernel that can be chosen
+
+_OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
+
+
+def _gemm_attributes(config, is_1d1d, out):
+    out_f32, accumulate = _OUTS[out]
+    return config.attributes(
+        is_1d1d=is_1d1d,
+        out_f32=out_f32,
+        accumulate=accumulate,
+        lhs_e5m2=False,
+        rhs_e5m2=False,
+        num_sms=132,
+    )
+
+
+def _assert_clean(reports):
+    faults = [
+        f"{r.name}: {r.spill_bytes} bytes spilled; {r.warnings}"
+        for r in reports
+        if r.spill_bytes or r.warnings
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def _map(compile_kernel, arguments):
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda args: compile_kernel(*args), arguments))
+
+
+def test_no_gemm_kernel_spills_or_loses_its_registers():
+    kernels = itertools.product(_tile_config.CONFIGS, (False, True), _OUTS)
+    reports = _map(_ffi.compile_gemm, [(_gemm_attributes(*kernel),) for kernel in kernels])
+    assert len({report.name for report in reports}) == len(reports) > 0
+    _assert_clean(reports)
+
+
+def test_formats_do_not_change_what_ptxas_says():
+    config = _tile_config.CONFIGS[0]
+    formats = [
+        _gemm_attributes(config, is_1d1d, "bf16") | {"lhs_e5m2": lhs, "rhs_e5m2": rhs}
+        for is_1d1d, lhs, rhs in itertools.product((False, True), (0, 1), (0, 1))
+    ]
+    _assert_clean(_map(_ffi.compile_gemm, [(attributes,) for attributes in formats]))
+
+
+def test_no_quantize_kernel_spills():
+    kernels = [
+        (dict(mode=mode, e5m2=0, pow2_scale=0, num_sms=132), x_dtype)
+        for mode, x_dtype in itertools.product(range(len(_quantize.MODES)), ("bf16", "f16", "f32"))
+    ]
+    reports = _map(_ffi.compile_quantize, kernels)
+    assert len({report.name for report in reports}) == len(reports)
+    _assert_clean(reports)
+
+
+def _start(code: str, cache_dir: Path, **popen) -> subprocess.Popen:
+    """Runs `code` in a process that has the extension alone, as `ext`: it starts in 0.1 s."""
+    prelude = f"""
+        import importlib.util
+        spec = importlib.util.spec_from_file_location("_ext", {_ext.__file__!r})
+        ext = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(ext)
+        ext.configure(source_dir={_environment.source_dir()!r}, cache_dir={str(cache_dir)!r},
+                      nvrtc_paths={_environment.nvrtc_paths()!r}, is_debug=False, dump_dir="")
+        """
+    program = textwrap.dedent(prelude) + textwrap.dedent(code)
+    return subprocess.Popen([sys.executable, "-c", program], **popen)
