@@ -1,0 +1,118 @@
+"""Argument checks: the only module that formats shape and dtype errors.
+
+Every message reads `<op>: <what must hold>; got <actual>. <what to do>`, with JAX's short types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SCALE_BLOCK = 128
+FP8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+FLOAT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+BLOCKS = ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK))
+IMPLEMENTATIONS = (None, "cuda", "xla")
+
+
+def num_blocks(extent: int) -> int:
+    """Number of scale blocks that cover `extent` elements; the last may be ragged."""
+    return -(-extent // SCALE_BLOCK)
+
+
+def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the scale that belongs to values of `shape` (..., r, c)."""
+    *batch, rows, columns = shape
+    return (*batch, rows if block[0] == 1 else num_blocks(rows), num_blocks(columns))
+
+
+def short_dtype(dtype: Any) -> str:
+    """`f8e4m3fn`, `bf16`, `f32`, `s32`: the names XLA prints."""
+    name = jnp.dtype(dtype).name
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        if name.startswith(long):
+            return name.replace(long, short, 1).replace("_", "")
+    return name
+
+
+def short_type(x: Any) -> str:
+    """`f8e4m3fn[4096,7168]`; the Python type of what is no array."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return type(x).__name__
+    return f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+
+
+def _short_dtypes(dtypes: Sequence[Any]) -> str:
+    names = [short_dtype(dtype) for dtype in dtypes]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
+    """TypeError unless `x` is an array (JAX, NumPy, tracer or shape-dtype struct)."""
+    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"{op}: {name} must be an array; got {short_type(x)}.{hint}")
+
+
+def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
+    """TypeError unless the dtype of `x` is one of `dtypes`."""
+    if jnp.dtype(x.dtype) not in dtypes:
+        expected = _short_dtypes(dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}; got {name} {short_type(x)}.{hint}")
+
+
+def check_ndim(op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "") -> None:
+    """ValueError unless `x` has exactly `ndim` dimensions, named by `layout`."""
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}.{hint}")
+
+
+def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
+    """ValueError unless `x` has at least `ndim` dimensions, named by `layout`."""
+    if x.ndim < ndim:
+        raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}")
+
+
+def check_same_k(op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int) -> None:
+    """ValueError unless the contraction has the same length on both sides."""
+    if lhs_k != rhs_k:
+        raise ValueError(
+            f"{op}: lhs and rhs must share k; got k={lhs_k} in lhs {short_type(lhs)}, "
+            f"k={rhs_k} in rhs {short_type(rhs)}"
+        )
+
+
+def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> None:
+    """TypeError unless the requested result dtype is one of `dtypes`."""
+    if jnp.dtype(dtype) not in dtypes:
+        raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {short_dtype(dtype)}")
+
+
+def check_block(op: str, block: Any, *, name: str = "block") -> None:
+    """ValueError unless `block` is one of the two supported scale blocks."""
+    if block not in BLOCKS:
+        raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {block!r}")
+
+
+def check_implementation(op: str, implementation: Any) -> None:
+    """ValueError unless `implementation` names one."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: implementation must be None, 'cuda' or 'xla'; got {implementation!r}"
+        )
+
+
+def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, int]) -> None:
+    """Checks values (..., r, c) FP8 and scale f32, one a `block`, against each other."""
+    check_block(op, block, name=f"{name}.block")
+    check_dtype(op, name, values, FP8_DTYPES)
+    check_min_ndim(op, name, values, 2, "(..., r, c)")
+    expected = scale_shape(values.shape, block)
+    if tuple(scale.shape) != expected or jnp.dtype(scale.dtype) != jnp.float32:
+        raise ValueError(
+            f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "
+            f"{block[0]}x{block[1]} block of {name} {short_type(values)}); got {short_type(scale)}"
+        )

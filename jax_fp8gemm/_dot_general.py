@@ -1,0 +1,125 @@
+"""dot_general: any contraction of two arrays, reduced to `matmul`'s product."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks
+from jax_fp8gemm._matmul import check_precision, make_spec, product, shard_as
+from jax_fp8gemm._primitive import replicate
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+Dims = tuple[int, ...]
+
+
+def dot_general(
+    lhs: Float[Array, ...],
+    rhs: Float[Array, ...],
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    **kwargs: Any,
+) -> Float[Array, ...]:
+    """jax.lax.dot_general in FP8: for flax's `dot_general=` arguments and for any contraction.
+
+    `nnx.Linear(..., dot_general=jax_fp8gemm.dot_general)`, `nn.Dense(dot_general=...)`; bind a
+    recipe with functools.partial. Several contracting dimensions are flattened into one k, in the
+    order given, and quantised along it; transposed operands are transposed by XLA first, so the
+    layouts without a copy are lhs (..., k) and rhs (k, ...). One product runs for each element of
+    the batch dimensions. Differentiable once, in reverse mode, as `matmul`.
+
+    Args:
+      lhs, rhs: bf16, f16 or f32.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
+      kwargs: for callers that pass more arguments than lax's; each must be None, which asks for
+        nothing. A TypeError names any other, so no request is lost in silence.
+    Returns:
+      The batch dimensions, then lhs's free ones, then rhs's.
+    Raises:
+      TypeError: a dtype, an unknown argument. ValueError: dimension numbers, shapes, precision.
+    """
+    op = "dot_general"
+    if unknown := sorted(name for name, value in kwargs.items() if value is not None):
+        raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        _checks.check_array(op, name, x)
+        _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+    dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
+    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    xla_precision = check_precision(op, precision, spec)
+    xla = partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=xla_precision,
+        preferred_element_type=spec.out_dtype,
+        out_sharding=out_sharding,
+    )
+    if xla_precision is not None or not recipe.is_fp8:
+        return xla(lhs, rhs)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    return shard_as(xla, lhs, rhs, _contract(spec, lhs, rhs, dims), out_sharding)
+
+
+def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+    """The dimension numbers as non-negative tuples, checked against the shapes."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}, {dimension_numbers}"
+
+    def normalize(x: Any, dims: Any) -> Dims:
+        if not all(-x.ndim <= d < x.ndim for d in dims):
+            raise ValueError(f"{op}: dimension numbers must be within the ranks; got {got}")
+        return tuple(int(d) % x.ndim for d in dims)
+
+    lhs_contract, lhs_batch = normalize(lhs, lhs_contract), normalize(lhs, lhs_batch)
+    rhs_contract, rhs_batch = normalize(rhs, rhs_contract), normalize(rhs, rhs_batch)
+    for dims in ((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch)):
+        if len(set(dims)) != len(dims):
+            raise ValueError(f"{op}: dimension numbers must name a dimension once; got {got}")
+    for kind, lhs_dims, rhs_dims in (
+        ("contracting", lhs_contract, rhs_contract),
+        ("batch", lhs_batch, rhs_batch),
+    ):
+        if [lhs.shape[d] for d in lhs_dims] != [rhs.shape[d] for d in rhs_dims]:
+            raise ValueError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
+    return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+
+
+def _contract(spec: Any, lhs: jax.Array, rhs: jax.Array, dims: Any) -> jax.Array:
+    """Brings lhs to (batch, m, k) and rhs to (batch, k, n), multiplies, restores the shape."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_free = _free(lhs, lhs_contract, lhs_batch)
+    rhs_free = _free(rhs, rhs_contract, rhs_batch)
+    shape = (
+        *(lhs.shape[d] for d in (*lhs_batch, *lhs_free)),
+        *(rhs.shape[d] for d in rhs_free),
+    )
+    lhs = _fold(replicate(lhs), lhs_batch, lhs_free, lhs_contract)
+    rhs = _fold(replicate(rhs), rhs_batch, rhs_contract, rhs_free)
+    if lhs_batch:
+        return jax.vmap(partial(product, spec))(lhs, rhs).reshape(shape)
+    return product(spec, lhs[0], rhs[0]).reshape(shape)
+
+
+def _free(x: jax.Array, contract: Dims, batch: Dims) -> Dims:
+    return tuple(d for d in range(x.ndim) if d not in contract and d not in batch)
+
+
+def _fold(x: jax.Array, *groups: Dims) -> jax.Array:
+    """Transposes to the order of `groups` and makes one dimension of each."""
+    shape = [math.prod(x.shape[d] for d in group) for group in groups]
+    return x.transpose([d for group in groups for d in group]).reshape(shape)

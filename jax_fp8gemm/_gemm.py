@@ -1,0 +1,215 @@
+"""scaled_matmul: the product of two quantised matrices, both K-major.
+
+    out[i, j] = the chain over k-blocks b ascending, from promoted = 0, of
+        promoted = fma(lhs_scale[i, b] * rhs_scale[., b], lhs[i, b] . rhs[j, b], promoted)
+
+with rhs_scale of row j (1d1d) or of row block j / 128 (1d2d), then rounded to the result's dtype.
+The reference computes the same sum without promising the last bits of the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks, _ffi
+from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32
+
+_BLOCK = _checks.SCALE_BLOCK
+OUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+def scaled_matmul(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    accumulate_into: Float32[Array, "m n"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "m n"]:
+    """Multiplies quantised lhs (m, k) by the transpose of quantised rhs (n, k).
+
+    Args:
+      lhs: (m, k) with scale blocks (1, 128); e4m3fn or e5m2.
+      rhs: (n, k) with scale blocks (128, 128) or (1, 128); e4m3fn or e5m2.
+      out_dtype: bfloat16 or float32.
+      accumulate_into: (m, n) f32 that the product is added to, with out_dtype float32. Its buffer
+        becomes the result's where XLA can (donate it under jit).
+      implementation: None, the kernel where it can run and the reference elsewhere, with one
+        warning; "cuda", the kernel or an error; "xla", the reference.
+    Returns:
+      (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is.
+    Raises:
+      ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "scaled_matmul"
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+        hint = " Map leading dimensions with jax.vmap."
+        _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, k)", hint=hint)
+    if lhs.block != (1, 128):
+        raise ValueError(f"{op}: lhs.block must be (1, 128); got {lhs.block}")
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    _checks.check_implementation(op, implementation)
+    if accumulate_into is not None:
+        _check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
+    return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
+
+
+def _check_accumulator(op: str, accum: Any, shape: tuple[int, int], out_dtype: Any) -> None:
+    expected = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if _checks.short_type(accum) != _checks.short_type(expected):
+        raise ValueError(
+            f"{op}: accumulate_into must be {_checks.short_type(expected)}; "
+            f"got {_checks.short_type(accum)}"
+        )
+    if jnp.dtype(out_dtype) != jnp.float32:
+        raise ValueError(
+            f"{op}: accumulate_into must go with out_dtype float32; "
+            f"got out_dtype {_checks.short_dtype(out_dtype)}"
+        )
+
+
+@jax.named_scope("fp8gemm_gemm")
+def gemm(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    accum: jax.Array | None = None,
+) -> jax.Array:
+    """scaled_matmul without the checks."""
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
+    operands += [] if accum is None else [accum]
+    is_1d1d = rhs.block == (1, 128)
+    out_dtype = jnp.dtype(out_dtype)
+    params = dict(is_1d1d=is_1d1d, out_dtype=out_dtype, implementation=implementation)
+    return gemm_p(*map(jnp.asarray, operands), **params)[0]
+
+
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    op = "gemm"
+    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)")
+    _checks.check_ndim(op, "rhs", rhs, 2, "(n, k)")
+    _checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
+    _checks.check_scaled(op, "rhs", rhs, rhs_scale, (1 if is_1d1d else _BLOCK, _BLOCK))
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    shape = (lhs.shape[0], rhs.shape[0])
+    for accum_aval in accum:
+        _check_accumulator(op, accum_aval, shape, out_dtype)
+    return [jax.ShapeDtypeStruct(shape, out_dtype)]
+
+
+def _reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    m, k = lhs.shape
+    n = rhs.shape[0]
+    if not is_1d1d:
+        rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
+    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    pad_k = lambda x: jnp.pad(x, ((0, 0), (0, -k % _BLOCK)))
+    lhs, rhs = pad_k(lhs), pad_k(rhs)
+
+    def promote(promoted, b):
+        # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
+        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
+        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
+        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+        return promoted + column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial, None
+
+    zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    promoted, _ = lax.scan(promote, zeros, jnp.arange(_checks.num_blocks(k)))
+    for x in accum:
+        promoted = x + promoted
+    return [promoted.astype(out_dtype)]
+
+
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads rhs and slices the result."""
+    m, k = lhs.shape
+    n = rhs.shape[0]
+    if 0 in (m, n, k):
+        return list(accum) or [jnp.zeros((m, n), out_dtype)]
+    pad = lambda x, rows, columns, value=0: (
+        jnp.pad(x, ((0, rows), (0, columns)), constant_values=value) if rows or columns else x
+    )
+    pad_k, pad_n = -k % 16, -n % 8
+    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, pad_n, pad_k)
+    if is_1d1d:
+        rhs_scale = pad(rhs_scale, pad_n, 0, 1)
+    # The 128x128 scales stay: n rounded up to 8 ends in the same block.
+    accum = [pad(x, 0, pad_n) for x in accum]
+    config = _config(lhs, rhs, is_1d1d, out_dtype, bool(accum))
+    # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
+    row_major, column_major = (0, 1), (1, 0)
+    rhs_scale_layout = column_major if is_1d1d else row_major
+    layouts = [row_major, column_major, row_major, rhs_scale_layout, row_major]
+    out = jax.ffi.ffi_call(
+        _ffi.GEMM_TARGET,
+        jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
+        input_layouts=layouts[: 4 + len(accum)],
+        output_layouts=row_major,
+        input_output_aliases={4: 0} if accum else None,
+    )(lhs, lhs_scale, rhs, rhs_scale, *accum, config=config)
+    return [out[:, :n]]
+
+
+def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, Any]:
+    from jax_fp8gemm import _tile_config
+
+    num_sms = _ffi.num_sms()
+    spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=accumulate)
+    (m, k), n = lhs.shape, rhs.shape[0]
+    config = _tile_config.choose(m, n, k, num_sms=num_sms, **spec)
+    is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
+    return config.attributes(**spec, lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs), num_sms=num_sms)
+
+
+def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
+    """Folds a batched lhs into m, a batched rhs into n; one by one where both (or accum) are."""
+    lhs_batched = any(d is not None for d in dims[:2])
+    rhs_batched = any(d is not None for d in dims[2:4])
+    front = lambda i, size: (
+        jnp.broadcast_to(operands[i][None], (size, *operands[i].shape))
+        if dims[i] is None
+        else jnp.moveaxis(operands[i], dims[i], 0)
+    )
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    if lhs_batched and rhs_batched or not (lhs_batched or rhs_batched):
+        call = lambda *xs: gemm_p(*xs, is_1d1d=is_1d1d, **params)
+        return map_batch(call, operands, dims), [0]
+    operands_front = [front(i, size) for i in ((0, 1) if lhs_batched else (2, 3))]
+    accum = [front(4, size)] if len(operands) == 5 else []
+    fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
+    if lhs_batched:
+        m, n = operands_front[0].shape[1], operands[2].shape[0]
+        lhs = map(fold, operands_front)
+        (out,) = gemm_p(*lhs, *operands[2:4], *map(fold, accum), is_1d1d=is_1d1d, **params)
+        return [out.reshape(size, m, n)], [0]
+    values, scale = operands_front
+    m, n = operands[0].shape[0], values.shape[1]
+    if not is_1d1d and n % _BLOCK:
+        # A 128x128 block would span two elements: give every row its block's scale.
+        scale, is_1d1d = jnp.repeat(scale, _BLOCK, axis=1)[:, :n], True
+    accum = [jnp.moveaxis(x, 0, 1).reshape(m, size * n) for x in accum]
+    (out,) = gemm_p(*operands[:2], fold(values), fold(scale), *accum, is_1d1d=is_1d1d, **params)
+    return [out.reshape(m, size, n)], [1]
+
+
+gemm_p = define_primitive(
+    "jax_fp8gemm_gemm",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    batch_rule=_batch_rule,
+)

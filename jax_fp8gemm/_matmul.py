@@ -1,0 +1,309 @@
+"""matmul: bf16, f16 or f32 in and out, FP8 inside, with its own derivatives.
+
+For lhs (m, k), rhs (k, n) and the cotangent dout (m, n), each product reads both of its operands
+along the contraction; in brackets their scale blocks:
+
+    out  = lhs    [1x128 along k] . rhs    [128x128]          1d2d
+    dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d, the very values of out's rhs
+    drhs = lhs^T  [1x128 along m] . dout   [1x128 along m]    1d1d
+
+Accumulation is f32 throughout. lhs and dout are each read once for both of their quantisations.
+What the backward pass keeps is FP8 with its scales, under the names of CHECKPOINT_NAMES.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_fp8gemm import _checks
+from jax_fp8gemm._gemm import gemm
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
+from jax_fp8gemm._recipe import DEEPSEEK_V3, DTYPES, Recipe
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+# For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
+CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """What is static about one product."""
+
+    recipe: Recipe
+    lhs_dtype: Any
+    rhs_dtype: Any
+    out_dtype: Any
+    implementation: Implementation
+
+
+def matmul(
+    lhs: Float[Array, "*batch m k"],
+    rhs: Float[Array, "*batch k n"] | ScaledArray,
+    *,
+    recipe: Recipe = DEEPSEEK_V3,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    implementation: Implementation = None,
+    out_sharding: Any = None,
+) -> Float[Array, "*batch m n"]:
+    """Multiplies as jnp.matmul does, in FP8 with f32 accumulation.
+
+    Differentiable once, in reverse mode. Any m, n and k; batch dimensions broadcast. Batch
+    dimensions of lhs alone are folded into m.
+
+    Args:
+      lhs: (..., m, k) or (k,), bf16, f16 or f32.
+      rhs: (..., k, n) or (k,), bf16, f16 or f32; or a ScaledArray (k, n) with block (128, 128),
+        quantised once for many products: its own format is used, and it has no gradient. Give it
+        `transposed` (quantize with_transpose=True), which is what the product reads.
+      recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
+      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: a plain XLA dot at that
+        precision, without FP8. `jax.default_matmul_precision` has no say: calling this function
+        asks for FP8.
+      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of the promoted
+        operands.
+      implementation: None, the kernels where they can run and the reference elsewhere, with one
+        warning; "cuda", the kernels or an error; "xla", the reference.
+      out_sharding: sharding of the result over Explicit mesh axes, as in jnp.matmul. Operands
+        sharded over such axes are gathered; the result is sharded as jnp.matmul's.
+    Returns:
+      (..., m, n) array. Gradients have the dtypes of their operands.
+    Raises:
+      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block.
+      NotImplementedError: a second derivative.
+      RuntimeError: implementation="cuda" where the kernels cannot run.
+
+    The backward pass keeps lhs quantised along m ("fp8gemm_lhs"; lhs itself with wgrad="bf16") and
+    rhs ("fp8gemm_rhs"), named for jax.checkpoint_policies.save_only_these_names, as is the result
+    ("fp8gemm_out").
+    """
+    op = "matmul"
+    is_scaled = isinstance(rhs, ScaledArray)
+    _checks.check_array(op, "lhs", lhs)
+    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")
+    if is_scaled:
+        _check_scaled_rhs(op, rhs)
+    else:
+        _checks.check_array(op, "rhs", rhs, hint=" Or pass a ScaledArray.")
+        hint = " Quantised operands go in as a ScaledArray."
+        _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES, hint=hint)
+        _checks.check_min_ndim(op, "rhs", rhs, 1, "(..., k, n) or (k,)")
+    _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[-2 if rhs.ndim > 1 else 0])
+    if is_scaled:
+        spec = make_spec(op, lhs, None, recipe, preferred_element_type, implementation)
+    else:
+        spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    xla_precision = check_precision(op, precision, spec)
+    xla = partial(
+        jnp.matmul,
+        precision=xla_precision,
+        preferred_element_type=spec.out_dtype,
+        out_sharding=out_sharding,
+    )
+    if xla_precision is not None or not recipe.is_fp8:
+        return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
+    lhs = jnp.asarray(lhs)
+    out = _broadcast_product(spec, replicate(lhs), jax.tree.map(replicate, rhs))
+    return shard_as(xla, lhs, rhs.values if is_scaled else rhs, out, out_sharding)
+
+
+def _check_scaled_rhs(op: str, rhs: ScaledArray) -> None:
+    check_scaled_array(op, "rhs", rhs)
+    _checks.check_ndim(op, "rhs", rhs, 2, "(k, n)", hint=" Map leading dimensions with jax.vmap.")
+    if rhs.block != (128, 128):
+        raise ValueError(
+            f"{op}: a ScaledArray rhs must have block (128, 128), whose transpose is exact; "
+            f"got block {rhs.block}. Quantise with quantize(rhs, block=(128, 128))."
+        )
+
+
+def make_spec(
+    op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
+) -> MatmulSpec:
+    """Checks what is static; `rhs` is None where it is quantised already."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
+    _checks.check_implementation(op, implementation)
+    dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
+    # bf16, f16 and f32 promote to f32 unless equal.
+    out_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+    if preferred_element_type is not None:
+        name = "preferred_element_type"
+        _checks.check_out_dtype(op, name, preferred_element_type, _checks.FLOAT_DTYPES)
+        out_dtype = jnp.dtype(preferred_element_type)
+    rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
+    return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
+
+
+def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
+    """None for FP8, or the pair of precisions that an XLA dot shall have."""
+    pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
+    try:
+        pair = tuple(lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair)
+    except (ValueError, KeyError, TypeError):
+        pair = ()
+    if len(pair) != 2:
+        raise ValueError(
+            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, or a pair of them; "
+            f"got {precision!r}"
+        )
+    is_xla = any(p != lax.Precision.DEFAULT for p in pair)
+    if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
+        raise ValueError(
+            f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
+            f"got precision {precision!r}, {spec.recipe}"
+        )
+    return pair if is_xla else None
+
+
+def shard_as(xla: Any, lhs: Any, rhs: Any, out: jax.Array, out_sharding: Any) -> jax.Array:
+    """Shards `out` over Explicit mesh axes as `xla(lhs, rhs)` would be."""
+    is_sharded = lambda x: any(axes is not None for axes in jax.typeof(x).sharding.spec)
+    if out_sharding is None and not is_sharded(lhs) and not is_sharded(rhs):
+        return out
+    cast = lambda x: x.astype(out.dtype)
+    sharding = jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
+    return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+
+def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
+    """The product with jnp.matmul's rules for vectors and batch dimensions."""
+    if lhs.ndim == 1:
+        return jnp.squeeze(_broadcast_product(spec, lhs[None], rhs), -1 if rhs.ndim == 1 else -2)
+    if rhs.ndim == 1:
+        return jnp.squeeze(_broadcast_product(spec, lhs, rhs[:, None]), -1)
+    *lhs_batch, m, k = lhs.shape
+    *rhs_batch, n = (*rhs.shape[:-2], rhs.shape[-1])
+    try:
+        batch = jnp.broadcast_shapes(tuple(lhs_batch), tuple(rhs_batch))
+    except ValueError:
+        raise ValueError(
+            "matmul: batch dimensions of lhs and rhs must broadcast; got "
+            f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
+        ) from None
+    if math.prod(rhs_batch) == 1:
+        rhs = rhs if rhs.ndim == 2 else rhs.reshape(k, n)
+        out = product(spec, lhs.reshape(math.prod(lhs_batch) * m, k), rhs)
+    elif math.prod(lhs_batch) == 1:
+        rhs = rhs.reshape(math.prod(batch), k, n)
+        out = jax.vmap(partial(product, spec), in_axes=(None, 0))(lhs.reshape(m, k), rhs)
+    else:
+        flat = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+        out = jax.vmap(partial(product, spec))(flat(lhs), flat(rhs))
+    return out.reshape(*batch, m, n)
+
+
+@jax.named_scope("fp8gemm_matmul")
+def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
+    """lhs (m, k) times rhs (k, n)."""
+    leaves, tree = jax.tree.flatten(rhs)
+    lhs, *leaves = match_varying(lhs, *leaves)
+    return _product(spec, lhs, jax.tree.unflatten(tree, leaves))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
+    rows = quantize(lhs, **_quantize_args(spec, spec.recipe.fwd))
+    return _gemm_as(spec, spec.out_dtype, rows, _quantize_rhs(spec, rhs, keep=False)[0])
+
+
+def _product_fwd(spec: MatmulSpec, lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
+    """Quantises for both passes; keeps only what the wanted cotangents need."""
+    need_dlhs = lhs.perturbed
+    need_drhs = any(leaf.perturbed for leaf in jax.tree.leaves(rhs))
+    lhs, rhs = lhs.value, jax.tree.map(lambda leaf: leaf.value, rhs)
+    if need_drhs and isinstance(rhs, ScaledArray):
+        raise TypeError(
+            f"matmul: a ScaledArray rhs has no gradient; got {rhs} among the differentiated "
+            "arguments. Differentiate with respect to the unquantised rhs, or apply "
+            "jax.lax.stop_gradient."
+        )
+    args = _quantize_args(spec, spec.recipe.fwd)
+    if need_drhs and spec.recipe.wgrad == "fp8":
+        rows, lhs_residual = quantize_both(lhs, **args)
+    else:
+        rows, lhs_residual = quantize(lhs, **args), lhs if need_drhs else None
+    rhs_transposed, rhs_residual = _quantize_rhs(spec, rhs, keep=need_dlhs)
+    out = _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
+    return _name("fp8gemm_out", out), (_name("fp8gemm_lhs", lhs_residual), rhs_residual)
+
+
+def _product_bwd(spec: MatmulSpec, residuals: Any, dout: Any) -> tuple[Any, Any]:
+    lhs, rhs = residuals
+    if isinstance(dout, SymbolicZero):
+        return None, None
+    args = _quantize_args(spec, spec.recipe.bwd)
+    dlhs = drhs = rows = columns = None
+    is_fp8_wgrad = lhs is not None and spec.recipe.wgrad == "fp8"
+    if is_fp8_wgrad and rhs is not None:
+        rows, columns = quantize_both(dout, **args)
+    elif is_fp8_wgrad:
+        columns = quantize(dout, axis=-2, **args)
+    elif rhs is not None:
+        rows = quantize(dout, **args)
+    if rhs is not None:
+        with jax.named_scope("dlhs"):
+            dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
+    if lhs is not None:
+        with jax.named_scope("drhs"):
+            drhs = (
+                _gemm_as(spec, spec.rhs_dtype, lhs, columns)
+                if is_fp8_wgrad
+                else _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
+            )
+    return dlhs, drhs
+
+
+_product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)
+
+
+def _quantize_rhs(
+    spec: MatmulSpec, rhs: jax.Array | ScaledArray, *, keep: bool
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """rhs^T (n, k) as the forward product reads it and, to `keep`, rhs (k, n) for dlhs."""
+    if isinstance(rhs, ScaledArray):
+        return rhs.T, ScaledArray(rhs.values, rhs.scale, None, rhs.block) if keep else None
+    args = _quantize_args(spec, spec.recipe.fwd)
+    if not keep:
+        return quantize_transposed(rhs, **args), None
+    both = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    residual = ScaledArray(both.values, both.scale, None, both.block)
+    return both.T, _name("fp8gemm_rhs", residual)
+
+
+def _quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
+    return dict(
+        dtype=DTYPES[fmt],
+        pow2_scale=spec.recipe.pow2_scale,
+        implementation=spec.implementation,
+    )
+
+
+def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
+    """gemm with a result of any float dtype: f16 by way of f32."""
+    kernel_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    return gemm(lhs, rhs, kernel_dtype, spec.implementation).astype(dtype)
+
+
+def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
+    lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
+    contract_m = (((0,), (0,)), ((), ()))
+    return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)
+
+
+def _name(name: str, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)

@@ -1,0 +1,155 @@
+"""define_primitive: shape rule, reference, FFI call and batch rule of an op as a JAX primitive.
+
+The reference is the meaning of the op and what runs wherever the kernel cannot: on CPU, on other
+GPUs, with implementation="xla". The kernel is chosen when lowering for CUDA, so an executable
+says what it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm import _ffi
+
+Arrays = Sequence[jax.Array]
+
+
+def define_primitive(
+    name: str,
+    *,
+    shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    reference: Callable[..., Arrays],
+    ffi_call: Callable[..., Arrays],
+    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]],
+) -> Callable[..., Arrays]:
+    """Makes a primitive and returns the function that binds it.
+
+    Args:
+      name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
+      shape_rule: (*avals, **params) -> the result types; raises on bad operands.
+      reference: (*operands, **params) -> results, in plain JAX.
+      ffi_call: the same by jax.ffi.ffi_call.
+      batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
+    Returns:
+      bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
+      mesh axes are replicated first, and all get the union of their varying manual axes.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    op = name.removeprefix("jax_fp8gemm_")
+
+    def abstract_eval(*avals, implementation, **params):
+        varying = {aval.manual_axis_type.varying for aval in avals}
+        assert len(varying) == 1, f"{op}: operands vary over {varying}; bind() makes them agree"
+        return [_like(avals[0], out) for out in shape_rule(*avals, **params)]
+
+    def lower_reference(ctx, *operands, implementation, **params):
+        return mlir.lower_fun(partial(reference, **params), multiple_results=True)(ctx, *operands)
+
+    def lower_default(ctx, *operands, implementation, **params):
+        if implementation != "xla":
+            _fall_back(op, implementation, f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU")
+        return lower_reference(ctx, *operands, implementation=implementation, **params)
+
+    def lower_cuda(ctx, *operands, implementation, **params):
+        reason = None if implementation == "xla" else _unusable_reason()
+        if reason is not None:
+            _fall_back(op, implementation, reason)
+        if implementation == "xla" or reason is not None:
+            return lower_reference(ctx, *operands, implementation=implementation, **params)
+        return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
+
+    def no_jvp(primals, tangents, **params):
+        raise NotImplementedError(
+            f"{op}: not differentiable: FP8 values have no useful tangents. Differentiate "
+            "jax_fp8gemm.matmul or dot_general once (their own derivatives are not differentiable)."
+        )
+
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    mlir.register_lowering(primitive, lower_default)
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
+    batching.primitive_batchers[primitive] = lambda operands, dims, **params: batch_rule(
+        [replicate(x) for x in operands], dims, **params
+    )
+    ad.primitive_jvps[primitive] = no_jvp
+
+    def bind(*operands, implementation, **params):
+        operands = match_varying(*(replicate(x) for x in operands))
+        return primitive.bind(*operands, implementation=implementation, **params)
+
+    return bind
+
+
+def _like(aval, out: jax.ShapeDtypeStruct):
+    """`out` on the mesh and with the varying axes of `aval`, not sharded over Explicit axes."""
+    sharding = aval.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
+    return aval.update(shape=out.shape, dtype=out.dtype, sharding=sharding, weak_type=False)
+
+
+def _platforms(ctx) -> str:
+    return ", ".join(ctx.platforms or ctx.module_context.platforms)
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+def _unusable_reason() -> str | None:
+    """Why the kernel cannot run here; None also where only another machine will run it."""
+    return _ffi.unavailable_reason() if _has_gpu() else None
+
+
+def _fall_back(op: str, implementation: str | None, reason: str) -> None:
+    if implementation == "cuda":
+        raise RuntimeError(f"{op}: implementation='cuda' cannot be used; got: {reason}")
+    _ffi.warn_once(reason)
+
+
+def replicate(x: jax.Array) -> jax.Array:
+    """`x` with no dimension sharded over an Explicit mesh axis; `x` itself if so already."""
+    aval = jax.typeof(x)
+    if all(axes is None for axes in aval.sharding.spec):
+        return x
+    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*(None,) * aval.ndim)))
+
+
+def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Gives all operands the union of their varying manual axes (shard_map with check_vma).
+
+    Done before a custom_vjp, JAX then sums the cotangent of an operand that did not vary.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(operands, varying, strict=True)
+    )
+
+
+def constant_like(x: jax.Array, constant: jax.Array) -> jax.Array:
+    """`constant`, varying over the manual axes that `x` varies over: the start of a scan."""
+    return match_varying(constant, x)[0]
+
+
+def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int | None]) -> Any:
+    """Applies `function` to one batch element after another; results are batched at 0."""
+    batched = [jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+               if d is not None]  # fmt: skip
+
+    def one(elements):
+        remaining = iter(elements)
+        return function(*(x if d is None else next(remaining)
+                          for x, d in zip(operands, dims, strict=True)))  # fmt: skip
+
+    return jax.lax.map(one, batched)

@@ -1,0 +1,63 @@
+"""Recipe: which FP8 formats and scale blocks a differentiable product uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+Format = Literal["e4m3", "e5m2"]
+DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `matmul` and `dot_general` quantise; frozen and hashable, so it may be a static argument.
+
+    Attributes:
+      fwd: format of lhs and rhs: "e4m3" or "e5m2". None: no FP8 anywhere, a plain XLA dot.
+      bwd: format of the cotangent dout.
+      lhs_block: scale block of lhs and dout along their contraction; only (1, 128).
+      rhs_block: scale block of rhs; only (128, 128), whose transpose is exact, so fwd and dlhs use
+        the same quantised weights.
+      pow2_scale: round every scale up to a power of two.
+      wgrad: "fp8", the gradient of rhs from lhs and dout quantised along m; "bf16", from both in
+        bf16, with the bf16 or f32 lhs as residual.
+    Raises:
+      ValueError: a field outside the values above.
+    """
+
+    fwd: Format | None = "e4m3"
+    bwd: Format = "e4m3"
+    lhs_block: tuple[int, int] = (1, 128)
+    rhs_block: tuple[int, int] = (128, 128)
+    pow2_scale: bool = False
+    wgrad: Literal["fp8", "bf16"] = "fp8"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "fwd": ("e4m3", "e5m2", None),
+            "bwd": ("e4m3", "e5m2"),
+            "lhs_block": ((1, 128),),
+            "rhs_block": ((128, 128),),
+            "pow2_scale": (False, True),
+            "wgrad": ("fp8", "bf16"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                expected = " or ".join(map(repr, values))
+                raise ValueError(f"Recipe: {name} must be {expected}; got {getattr(self, name)!r}")
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether anything is quantised at all."""
+        return self.fwd is not None
+
+
+# DeepSeek-V3 report, section 3.3: e4m3 everywhere, 1x128 activations, 128x128 weights.
+DEEPSEEK_V3 = Recipe()
+# e5m2 for cotangents: more range, one bit less of mantissa.
+HYBRID = Recipe(bwd="e5m2")
+# No FP8: lax.dot_general of the operands as they are. The baseline to compare with.
+BF16 = Recipe(fwd=None)

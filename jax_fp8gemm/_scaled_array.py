@@ -1,0 +1,137 @@
+"""ScaledArray: FP8 values with one f32 scale a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale", "transposed"],
+    meta_fields=["block"],
+)
+@dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """A quantised array: real = value * scale of the value's block.
+
+    Invariants, for values (..., r, c), checked where an op takes it (a pytree may hold anything
+    in the place of its leaves, so the constructor checks nothing):
+      block (1, 128): scale is (..., r, ceil(c / 128)): 128 neighbours of a row share a scale.
+      block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
+    Scales are finite and positive, or NaN with every value of the block NaN, where the block held
+    an Inf or a NaN. A pytree of values, scale and transposed: jit, vmap (over leading dimensions),
+    scan and shardings take it as any other.
+
+    Attributes:
+      values: (..., r, c), float8_e4m3fn or float8_e5m2.
+      scale: float32, the dequantisation factor.
+      transposed: values with its last two dimensions swapped, stored as (..., c, r), or None. Only
+        for block (128, 128): it has the same scale, transposed.
+      block: (1, 128) or (128, 128); static.
+    """
+
+    values: Float[Array, "*batch r c"]
+    scale: Float32[Array, "*batch r_blocks c_blocks"]
+    transposed: Float[Array, "*batch c r"] | None = None
+    block: tuple[int, int] = field(default=(1, 128), metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """FP8 dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the values."""
+        return self.values.ndim
+
+    @property
+    def T(self) -> ScaledArray:
+        """The exact transpose of the last two dimensions; block (128, 128) only.
+
+        Free where `transposed` is stored: the two then change places.
+        """
+        if self.block != (128, 128):
+            raise ValueError(
+                f"ScaledArray.T: block must be (128, 128); got {self.block}. The transpose of a "
+                "1x128 array has 128x1 blocks; quantise along the rows: quantize(x, axis=-2)."
+            )
+        stored = self.transposed is not None
+        return ScaledArray(
+            self.transposed if stored else self.values.mT,
+            self.scale.mT,
+            self.values if stored else None,
+            self.block,
+        )
+
+    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
+        """value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
+        return dequantize(self, dtype)
+
+    def __repr__(self) -> str:
+        parts = f"values={_checks.short_type(self.values)}, scale={_checks.short_type(self.scale)}"
+        transposed = "" if self.transposed is None else ", transposed"
+        return f"ScaledArray({parts}, block={self.block}{transposed})"
+
+
+def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
+    """Returns value * scale: the product in float32, rounded once to `dtype`.
+
+    Args:
+      x: any ScaledArray, leading dimensions allowed.
+      dtype: bfloat16, float16 or float32.
+    Returns:
+      Array of x.shape. A block that held Inf or NaN is NaN throughout.
+    Raises:
+      TypeError: x is no ScaledArray, or a dtype is wrong. ValueError: scale and values disagree.
+    """
+    check_scaled_array("dequantize", "x", x)
+    _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
+    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
+    values = jax.lax.optimization_barrier(x.values)
+    return (values.astype(jnp.float32) * spread_scale(x)).astype(dtype)
+
+
+def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
+    """The scale of every value."""
+    *_, r, c = x.shape
+    scale = x.scale
+    if x.block[0] != 1:
+        scale = jnp.repeat(scale, _checks.SCALE_BLOCK, axis=-2)[..., :r, :]
+    return jnp.repeat(scale, _checks.SCALE_BLOCK, axis=-1)[..., :c]
+
+
+def check_scaled_array(op: str, name: str, x: Any) -> None:
+    """Raises with a sentence where `x` breaks the invariants of a ScaledArray."""
+    if not isinstance(x, ScaledArray):
+        raise TypeError(
+            f"{op}: {name} must be a ScaledArray; got {_checks.short_type(x)}. "
+            "Make one with jax_fp8gemm.quantize."
+        )
+    _checks.check_array(op, f"{name}.values", x.values)
+    _checks.check_array(op, f"{name}.scale", x.scale)
+    _checks.check_scaled(op, name, x.values, x.scale, x.block)
+    if x.transposed is None:
+        return
+    *batch, r, c = x.shape
+    expected = jax.ShapeDtypeStruct((*batch, c, r), x.dtype)
+    if x.block != (128, 128) or _checks.short_type(x.transposed) != _checks.short_type(expected):
+        raise ValueError(
+            f"{op}: {name}.transposed must be None, or {_checks.short_type(expected)} with block "
+            f"(128, 128); got {_checks.short_type(x.transposed)} with block {x.block}"
+        )
