@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -193,7 +194,7 @@ ffi::ErrorOr<Cubin> CompileCubin(const Nvrtc& nvrtc, const KernelSource& source,
   if (nvrtc.nvrtcGetProgramLogSize(program.handle, &bytes) == 0 && bytes > 1) {
     cubin.log.resize(bytes);
     nvrtc.nvrtcGetProgramLog(program.handle, cubin.log.data());
-    cubin.log.resize(bytes - 1);  // the terminating zero
+    cubin.log.resize(std::strlen(cubin.log.c_str()));  // it ends in one zero or two
   }
   if (result != 0) {
     return Internal("NVRTC ", nvrtc.major, ".", nvrtc.minor, " cannot compile ", source.name, ": ",
