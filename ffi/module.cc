@@ -127,20 +127,14 @@ nb::dict CompileGemm(const nb::dict& config) {
   return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));
 }
 
-nb::dict CompileQuantize(const nb::dict& config, const std::string& x_dtype) {
+nb::dict CompileQuantize(const nb::dict& config) {
   static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
       {"mode", &QuantizeConfig::mode},
+      {"input", &QuantizeConfig::input},
       {"e5m2", &QuantizeConfig::e5m2},
       {"pow2_scale", &QuantizeConfig::pow2_scale},
-      {"num_sms", &QuantizeConfig::num_sms},
   };
-  for (ffi::DataType type : {ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::F32}) {
-    if (x_dtype == ShortType(type)) {
-      return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields), type));
-    }
-  }
-  throw nb::value_error(
-      StrCat("compile_quantize: x must be bf16, f16 or f32; got ", x_dtype).c_str());
+  return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields)));
 }
 
 }  // namespace
@@ -164,7 +158,7 @@ NB_MODULE(_ext, module) {
       nb::kw_only(), nb::arg("source_dir"), nb::arg("cache_dir"), nb::arg("nvrtc_paths"),
       nb::arg("is_debug"), nb::arg("dump_dir"));
   module.def("compile_gemm", &CompileGemm, nb::arg("config"));
-  module.def("compile_quantize", &CompileQuantize, nb::arg("config"), nb::arg("x_dtype"));
+  module.def("compile_quantize", &CompileQuantize, nb::arg("config"));
 }
 
 }  // namespace jax_fp8gemm

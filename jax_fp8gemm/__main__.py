@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 
-from jax_fp8gemm import _environment, _ffi, _quantize, _tile_config
+from jax_fp8gemm import _environment, _ffi, _tile_config
 from jax_fp8gemm._backend_info import backend_info
 from jax_fp8gemm._ffi import CompileReport
 
@@ -87,11 +87,9 @@ def _gemm_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
 
 def _quantize_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
     variants = list(itertools.product((0, 1), repeat=2)) if all_formats else [(0, 0)]
-    for mode, (e5m2, pow2_scale), x_dtype in itertools.product(
-        range(len(_quantize.MODES)), variants, ("bf16", "f16", "f32")
-    ):
-        config = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale, num_sms=_ffi.num_sms())
-        yield partial(_ffi.compile_quantize, config, x_dtype)
+    for mode, (e5m2, pow2_scale), input in itertools.product(range(6), variants, range(3)):
+        config = dict(mode=mode, input=input, e5m2=e5m2, pow2_scale=pow2_scale)
+        yield partial(_ffi.compile_quantize, config)
 
 
 if __name__ == "__main__":

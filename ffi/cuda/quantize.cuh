@@ -1,0 +1,289 @@
+// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32.
+//
+//   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
+//   value = fp8(x * (1 / scale)), to nearest even, saturated; a block with Inf or NaN is NaN
+//   throughout
+//
+// Results, by mode (values are row-major):
+//   row               values (m, k)                     scale [k/128][m], one per 1x128 block of x
+//   column            transposed (k, m)                 transposed_scale [m/128][k], one per 128x1
+//   block row_column        both of the above, x read once block             values (m, k) scale
+//   [m/128][k/128], one per 128x128 block block_transposed  transposed (k, m)                 scale
+//   [k/128][m/128] block_both        values, transposed                scale [m/128][k/128]
+//
+// Work: "row" has no use for more than a warp, which takes 16 rows of one k-block alone, without a
+// barrier. Every other mode takes a 128x128 tile per CTA of 8 warps, a warp again 16 rows. Several
+// CTAs share an SM and hide each other's loads and barriers; nothing is persistent.
+//
+// Timeline of a tile (Fragment: the 8x8 elements of a thread, in registers throughout):
+//   load | column maxima of the warp -> shared | row maxima by shuffles, store rows and their
+//   scales barrier | one thread per column: maximum of 8 warps, scale -> global, factor -> shared
+//   barrier | round by columns -> shared, transposed | barrier | store whole transposed rows
+//
+// Shared memory: the transposed tile has 128 rows (columns of x) of 128 bytes, in units of 8 bytes,
+// 8 rows of x each. Unit u of row c sits at u ^ (c / 8). Writing, 16 lanes hold one u and columns 8
+// l + j: 16 different units of 16 x 8 = 128 bytes, no conflict. Reading, 16 lanes read the 16 units
+// of one row.
+//
+// Global stores fill 32-byte sectors: 128 bytes of a row per 16 lanes, 64 bytes of row scales per
+// warp. Limits: m, k >= 1. Rows of x that are not multiples of 16 bytes, or m or k not a multiple
+// of 8, take the element-wise branches. Sources: PTX ISA cvt (FP8 rounding), ld.global.nc;
+// DeepSeek-V3 report 3.3.
+#pragma once
+
+#include "quantize_fragment.cuh"
+#include "quantize_scale.cuh"
+
+namespace jax_fp8gemm {
+
+enum Mode {
+  kRow = 0,
+  kColumn = 1,
+  kRowColumn = 2,
+  kBlock = 3,
+  kBlockTransposed = 4,
+  kBlockBoth = 5
+};
+
+struct QuantizeParams {
+  const uint8_t* x;
+  uint8_t* values;
+  float* scale;
+  uint8_t* transposed;
+  float* transposed_scale;
+  int m, k;
+};
+
+template <typename Config>
+struct Quantizer {
+  static constexpr int kMode = Config::kMode;
+  static constexpr bool kIsBlock = kMode >= kBlock;
+  static constexpr bool kStoresRows = kMode != kColumn && kMode != kBlockTransposed;
+  static constexpr bool kStoresColumns = kMode != kRow && kMode != kBlock;
+
+  static constexpr int kScaleBlock = 128;
+  static constexpr int kWarpRows = 2 * kFragmentRows;
+  static constexpr int kNumWarps = kMode == kRow ? 4 : kScaleBlock / kWarpRows;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  // CTAs an SM must have registers for: 128 KiB of input in flight if f32 or "row", otherwise 96
+  // KiB.
+  static constexpr int kMinCtas =
+      (Config::kInput == kF32 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
+
+  using Elements = Fragment<Config::kInput>;
+
+  struct SharedStorage {
+    alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
+    alignas(16) float column_factor[2][16][4];  // of column 8 l + 4 h + j at [h][l][j]
+    alignas(16) uint2 transposed[kScaleBlock][16];
+    uint32_t warp_amax[kNumWarps];
+  };
+  static_assert(sizeof(SharedStorage) <= 48 * 1024, "static shared memory is limited to 48 KiB");
+
+  const QuantizeParams& params;
+  SharedStorage& shared;
+  const int lane, warp;
+  int first_row, first_column;  // the warp's rows, the CTA's or warp's k-block
+  Elements elements;
+
+  __device__ __forceinline__ int half() const { return lane / 16; }
+  __device__ __forceinline__ int chunk() const { return lane % 16; }
+  __device__ __forceinline__ int row() const { return first_row + half() * kFragmentRows; }
+  __device__ __forceinline__ int column() const {
+    return first_column + chunk() * kFragmentColumns;
+  }
+
+  // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run_warp() {
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int unit = blockIdx.x * kNumWarps + warp;
+    first_row = unit / num_k_blocks * kWarpRows;
+    first_column = unit % num_k_blocks * kScaleBlock;
+    if (first_row >= params.m) return;
+    elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);
+    quantize_rows<kIsAligned>();
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run_tile() {
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int m_block = blockIdx.x / num_k_blocks;
+    const int k_block = blockIdx.x % num_k_blocks;
+    first_row = m_block * kScaleBlock + warp * kWarpRows;
+    first_column = k_block * kScaleBlock;
+    elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);
+
+    if constexpr (kIsBlock) {
+      const BlockScale block = reduce_block();
+      if (threadIdx.x == 0) store_block_scale(block.scale, m_block, k_block);
+      const float factors[8] = {block.factor, block.factor, block.factor, block.factor,
+                                block.factor, block.factor, block.factor, block.factor};
+      if constexpr (kStoresRows) store_rows<kIsAligned>(factors);
+      if constexpr (kStoresColumns) stage_columns(factors);
+    } else {
+      share_column_amax();
+      if constexpr (kStoresRows) quantize_rows<kIsAligned>();
+      __syncthreads();  // every warp's maxima are in shared.column_amax
+      if (threadIdx.x < kScaleBlock) scale_column(m_block);
+      __syncthreads();  // every factor is in shared.column_factor
+      float factors[kFragmentColumns];
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) {
+        factors[j] = shared.column_factor[j / 4][chunk()][j % 4];
+      }
+      stage_columns(factors);
+    }
+    if constexpr (kStoresColumns) {
+      __syncthreads();  // the transposed tile is complete
+      store_columns<kIsAligned>(m_block * kScaleBlock);
+    }
+  }
+
+  // Scales, rounds and stores the warp's rows.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize_rows() {
+    uint32_t amax[kFragmentRows];
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) amax[i] = elements.row_amax(i);
+    // Lanes 2 r and 2 r + 1 get row r of the warp's 16.
+    const BlockScale block = block_scale<Config>(reduce_rows(amax, lane));
+    const int scale_row = first_row + lane / 2;
+    if (lane % 2 == 0 && scale_row < params.m) {
+      const int64_t k_block = first_column / kScaleBlock;
+      params.scale[k_block * params.m + scale_row] = block.scale;
+    }
+    float factors[kFragmentRows];
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      factors[i] = __shfl_sync(0xffffffff, block.factor, (lane & 16) + 2 * i);
+    }
+    store_rows<kIsAligned>(factors);
+  }
+
+  // Rounds by rows; factors[i] belongs to row i of the fragment.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void store_rows(const float (&factors)[kFragmentRows]) {
+    const int num_rows = params.m - row();  // inside x; may be negative
+    uint8_t* target = params.values + static_cast<int64_t>(row()) * params.k + column();
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      float x[8];
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) x[j] = mul_rn(elements.at(i, j), factors[i]);
+      const int count = i < num_rows ? params.k - column() : 0;
+      store_8_bytes<kIsAligned>(target, round_fp8x8<Config::kE5M2>(x), count);
+      target += params.k;
+    }
+  }
+
+  // Writes the warp's maximum of every column to shared memory.
+  __device__ __forceinline__ void share_column_amax() {
+#pragma unroll
+    for (int v = 0; v < Elements::kVectors; ++v) {
+      uint32_t amax[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        amax[w] = elements.column_amax(v, w);
+        amax[w] = Elements::max_words(amax[w], __shfl_xor_sync(0xffffffff, amax[w], 16));
+      }
+      if (half() == 0) {
+        *reinterpret_cast<uint4*>(shared.column_amax[warp][v][chunk()]) = {amax[0], amax[1],
+                                                                           amax[2], amax[3]};
+      }
+    }
+  }
+
+  // Thread c: the scale of column c of the tile.
+  __device__ __forceinline__ void scale_column(int m_block) {
+    const int c = threadIdx.x;
+    const int j = c % kFragmentColumns;
+    const int v = j / Elements::kVectorElems;
+    const int w = j % Elements::kVectorElems * Elements::kElemBytes / 4;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) {
+      amax = Elements::max_words(amax, shared.column_amax[i][v][c / 8][w]);
+    }
+    const BlockScale block = block_scale<Config>(Elements::f32_bits(amax, j));
+    shared.column_factor[j / 4][c / 8][j % 4] = block.factor;
+    if (first_column + c < params.k) {
+      params.transposed_scale[static_cast<int64_t>(m_block) * params.k + first_column + c] =
+          block.scale;
+    }
+  }
+
+  // The scale of the whole tile, in every thread.
+  __device__ __forceinline__ BlockScale reduce_block() {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) amax = max_u32(amax, elements.row_amax(i));
+    amax = __reduce_max_sync(0xffffffff, amax);
+    if (lane == 0) shared.warp_amax[warp] = amax;
+    __syncthreads();  // every warp's maximum is in shared.warp_amax
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) amax = max_u32(amax, shared.warp_amax[i]);
+    return block_scale<Config>(amax);
+  }
+
+  __device__ __forceinline__ void store_block_scale(float scale, int m_block, int k_block) {
+    const int64_t num_m_blocks = ceil_div(params.m, kScaleBlock);
+    const int64_t num_k_blocks = ceil_div(params.k, kScaleBlock);
+    if constexpr (kMode == kBlockTransposed) {
+      params.transposed_scale[k_block * num_m_blocks + m_block] = scale;
+    } else {
+      params.scale[m_block * num_k_blocks + k_block] = scale;
+    }
+  }
+
+  // Rounds by columns into shared memory; factors[j] belongs to column j of the fragment.
+  __device__ __forceinline__ void stage_columns(const float (&factors)[kFragmentColumns]) {
+    const int unit = 2 * warp + half();
+#pragma unroll
+    for (int j = 0; j < kFragmentColumns; ++j) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < kFragmentRows; ++i) x[i] = mul_rn(elements.at(i, j), factors[j]);
+      shared.transposed[chunk() * kFragmentColumns + j][unit ^ chunk()] =
+          round_fp8x8<Config::kE5M2>(x);
+    }
+  }
+
+  // Stores the transposed tile: bytes tile_row.. of rows first_column.. of `transposed`.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void store_columns(int tile_row) {
+    constexpr int kRowsAtOnce = kNumThreads / 16;
+    const int unit = threadIdx.x % 16;
+    const int first_byte = tile_row + 8 * unit;
+    uint8_t* target = params.transposed + first_byte +
+                      static_cast<int64_t>(first_column + threadIdx.x / 16) * params.m;
+#pragma unroll
+    for (int i = 0; i < kScaleBlock / kRowsAtOnce; ++i) {
+      const int c = threadIdx.x / 16 + i * kRowsAtOnce;
+      const uint2 bytes = shared.transposed[c][unit ^ (c / 8)];
+      const int count = first_column + c < params.k ? params.m - first_byte : 0;
+      store_8_bytes<kIsAligned>(target, bytes, count);
+      target += static_cast<int64_t>(kRowsAtOnce) * params.m;
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm
+
+// The kernel: a symbol of its own per config, so that profiles tell them apart.
+extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNumThreads,
+                                             jax_fp8gemm::Quantizer<Config>::kMinCtas)
+    JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::QuantizeParams params) {
+  using Quantizer = jax_fp8gemm::Quantizer<Config>;
+  __shared__ typename Quantizer::SharedStorage shared;  // dropped by the compiler in mode "row"
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
+  Quantizer quantizer{params, shared, lane, warp};
+
+  const bool is_aligned = params.k % 8 == 0 && (!Quantizer::kStoresColumns || params.m % 8 == 0);
+  if constexpr (Config::kMode == jax_fp8gemm::kRow) {
+    is_aligned ? quantizer.template run_warp<true>() : quantizer.template run_warp<false>();
+  } else {
+    is_aligned ? quantizer.template run_tile<true>() : quantizer.template run_tile<false>();
+  }
+}
