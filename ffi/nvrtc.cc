@@ -122,7 +122,7 @@ struct Program {
 
 const std::vector<std::string>& NvrtcOptions() {
   static const std::vector<std::string>& options = *new std::vector<std::string>{
-      "-std=c++17",
+      "-std=c++20",                 // designated initialisers
       "--gpu-architecture=sm_90a",  // SASS, not PTX: an older driver refuses a newer PTX version
       "-default-device",            // functions need no __device__
       "--ptxas-options=-v",         // registers and spills in the program log

@@ -221,10 +221,10 @@ def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
     return _compile(lambda: ext.compile_gemm(dict(config)))
 
 
-def compile_quantize(config: Mapping[str, SupportsIndex], x_dtype: str) -> CompileReport:
-    """As `compile_gemm`, for the quantise kernel with input bf16, f16 or f32."""
+def compile_quantize(config: Mapping[str, SupportsIndex]) -> CompileReport:
+    """As `compile_gemm`, for the quantise kernel of a config (mode, input, e5m2, pow2_scale)."""
     ext = _require_ext()
-    return _compile(lambda: ext.compile_quantize(dict(config), x_dtype))
+    return _compile(lambda: ext.compile_quantize(dict(config)))
 
 
 def _require_ext():

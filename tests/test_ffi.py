@@ -149,7 +149,7 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(_ext, "device_info", lambda: info)
     assert "none of 2 candidates works" in _ffi.unavailable_reason()
     with pytest.raises(RuntimeError, match="none of 2 candidates works"):
-        _ext.compile_quantize(dict(mode=0, e5m2=0, pow2_scale=0, num_sms=1), "bf16")
+        _ext.compile_quantize(dict(mode=0, input=0, e5m2=0, pow2_scale=0))
 
 
 def _fake_nvrtc(path, major, minor, functions):

@@ -29,7 +29,7 @@ def _has_nvrtc() -> bool:
 pytestmark = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 # A small kernel: these tests are about the cache.
-_KERNEL = dict(mode=0, e5m2=0, pow2_scale=0)
+_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0)
 
 
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
@@ -189,7 +189,7 @@ def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_pat
 def test_a_config_must_have_exactly_the_members_of_the_kernel():
     with pytest.raises(KeyError, match="pow2_scale"):
         _ext.compile_quantize({k: v for k, v in _KERNEL.items() if k != "pow2_scale"})
-    with pytest.raises(KeyError, match="3 members; got 4"):
+    with pytest.raises(KeyError, match="4 members; got 5"):
         _ext.compile_quantize(_KERNEL | {"more": 1})
 
 
