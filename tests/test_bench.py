@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from jax_fp8gemm import _ffi, bench
-from jax_fp8gemm.bench import _cupti, _families, _mlp, _problem, _reference, _report, _run, _timer
+from jax_fp8gemm.bench import (
+    _cli,
+    _cupti,
+    _families,
+    _host,
+    _mlp,
+    _problem,
+    _reference,
+    _report,
+    _run,
+    _timer,
+)
 from jax_fp8gemm.bench._cupti import Activity
 from jax_fp8gemm.bench._problem import Shape
 
@@ -216,6 +227,26 @@ def test_refuses_options_that_would_do_nothing(capsys):
     with pytest.raises(SystemExit):
         bench.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
+
+
+def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
+    times = iter([5.0, 10.0])  # ours, XLA's
+    monkeypatch.setattr(_cli, "measure", lambda call, repeat: fake_time(next(times))(call))
+    arguments = ["--shape", "1024x128x256", "--peers", "xla_bf16", "--save", str(tmp_path)]
+    assert bench.main(["dense", *arguments]) == 0
+    (file,) = tmp_path.glob("*/dense.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["us"] == 5.0 and row["peers"] == {"xla_bf16": 10.0}
+    assert "m >= 1024: 2.000x xla_bf16" in capsys.readouterr().out
+
+
+def test_host_times_have_a_baseline(monkeypatch):
+    monkeypatch.setattr(_host, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(_host, "_NUM_CALLS", 1)
+    times = _host.host_times()
+    assert list(times)[0] == "x + 1" and "matmul" in times and min(times.values()) > 0
 
 
 @pytest.mark.gpu
