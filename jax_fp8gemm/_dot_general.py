@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._matmul import check_precision, make_spec, product, shard_as
+from jax_fp8gemm._matmul import product
+from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shard_as
 from jax_fp8gemm._primitive import replicate
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
@@ -99,7 +100,7 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
 
 
-def _contract(spec: Any, lhs: jax.Array, rhs: jax.Array, dims: Any) -> jax.Array:
+def _contract(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, dims: Any) -> jax.Array:
     """Brings lhs to (batch, m, k) and rhs to (batch, k, n), multiplies, restores the shape."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_free = _free(lhs, lhs_contract, lhs_batch)

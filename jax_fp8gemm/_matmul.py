@@ -14,7 +14,6 @@ What the backward pass keeps is FP8 with its scales, under the names of CHECKPOI
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._gemm import gemm
+from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shard_as
 from jax_fp8gemm._primitive import match_varying, replicate
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
 from jax_fp8gemm._recipe import DEEPSEEK_V3, DTYPES, Recipe
@@ -36,17 +36,6 @@ if TYPE_CHECKING:
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
-
-
-@dataclass(frozen=True)
-class MatmulSpec:
-    """What is static about one product."""
-
-    recipe: Recipe
-    lhs_dtype: Any
-    rhs_dtype: Any
-    out_dtype: Any
-    implementation: Implementation
 
 
 def matmul(
@@ -131,55 +120,6 @@ def _check_scaled_rhs(op: str, rhs: ScaledArray) -> None:
         )
 
 
-def make_spec(
-    op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
-) -> MatmulSpec:
-    """Checks what is static; `rhs` is None where it is quantised already."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
-    _checks.check_implementation(op, implementation)
-    dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
-    # bf16, f16 and f32 promote to f32 unless equal.
-    out_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
-    if preferred_element_type is not None:
-        name = "preferred_element_type"
-        _checks.check_out_dtype(op, name, preferred_element_type, _checks.FLOAT_DTYPES)
-        out_dtype = jnp.dtype(preferred_element_type)
-    rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
-    return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
-
-
-def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
-    """None for FP8, or the pair of precisions that an XLA dot shall have."""
-    pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
-    try:
-        pair = tuple(lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair)
-    except (ValueError, KeyError, TypeError):
-        pair = ()
-    if len(pair) != 2:
-        raise ValueError(
-            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, or a pair of them; "
-            f"got {precision!r}"
-        )
-    is_xla = any(p != lax.Precision.DEFAULT for p in pair)
-    if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
-        raise ValueError(
-            f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
-            f"got precision {precision!r}, {spec.recipe}"
-        )
-    return pair if is_xla else None
-
-
-def shard_as(xla: Any, lhs: Any, rhs: Any, out: jax.Array, out_sharding: Any) -> jax.Array:
-    """Shards `out` over Explicit mesh axes as `xla(lhs, rhs)` would be."""
-    is_sharded = lambda x: any(axes is not None for axes in jax.typeof(x).sharding.spec)
-    if out_sharding is None and not is_sharded(lhs) and not is_sharded(rhs):
-        return out
-    cast = lambda x: x.astype(out.dtype)
-    sharding = jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
-    return out if sharding is None else jax.sharding.reshard(out, sharding)
-
-
 def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
     """The product with jnp.matmul's rules for vectors and batch dimensions."""
     if lhs.ndim == 1:
@@ -246,26 +186,29 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: Any) -> tuple[Any, Any]
     lhs, rhs = residuals
     if isinstance(dout, SymbolicZero):
         return None, None
-    args = _quantize_args(spec, spec.recipe.bwd)
-    dlhs = drhs = rows = columns = None
     is_fp8_wgrad = lhs is not None and spec.recipe.wgrad == "fp8"
-    if is_fp8_wgrad and rhs is not None:
-        rows, columns = quantize_both(dout, **args)
-    elif is_fp8_wgrad:
-        columns = quantize(dout, axis=-2, **args)
-    elif rhs is not None:
-        rows = quantize(dout, **args)
-    if rhs is not None:
+    rows, columns = _quantize_dout(spec, dout, rhs is not None, is_fp8_wgrad)
+    dlhs = drhs = None
+    if rows is not None:
         with jax.named_scope("dlhs"):
             dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
-    if lhs is not None:
+    if columns is not None:
         with jax.named_scope("drhs"):
-            drhs = (
-                _gemm_as(spec, spec.rhs_dtype, lhs, columns)
-                if is_fp8_wgrad
-                else _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
-            )
+            drhs = _gemm_as(spec, spec.rhs_dtype, lhs, columns)
+    elif lhs is not None:
+        with jax.named_scope("drhs"):
+            drhs = _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
     return dlhs, drhs
+
+
+def _quantize_dout(
+    spec: MatmulSpec, dout: jax.Array, need_rows: bool, need_columns: bool
+) -> tuple[ScaledArray | None, ScaledArray | None]:
+    args = _quantize_args(spec, spec.recipe.bwd)
+    if need_rows and need_columns:
+        return quantize_both(dout, **args)
+    rows = quantize(dout, **args) if need_rows else None
+    return rows, quantize(dout, axis=-2, **args) if need_columns else None
 
 
 _product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._primitive import replicate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -71,13 +72,9 @@ class ScaledArray:
                 f"ScaledArray.T: block must be (128, 128); got {self.block}. The transpose of a "
                 "1x128 array has 128x1 blocks; quantise along the rows: quantize(x, axis=-2)."
             )
-        stored = self.transposed is not None
-        return ScaledArray(
-            self.transposed if stored else self.values.mT,
-            self.scale.mT,
-            self.values if stored else None,
-            self.block,
-        )
+        if self.transposed is None:
+            return ScaledArray(self.values.mT, self.scale.mT, None, self.block)
+        return ScaledArray(self.transposed, self.scale.mT, self.values, self.block)
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
         """value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
@@ -103,6 +100,7 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     check_scaled_array("dequantize", "x", x)
     _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
     # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
+    x = jax.tree.map(lambda leaf: replicate(jnp.asarray(leaf)), x)
     values = jax.lax.optimization_barrier(x.values)
     return (values.astype(jnp.float32) * spread_scale(x)).astype(dtype)
 

@@ -1,0 +1,74 @@
+"""What is static about a differentiable product: recipe, dtypes, precision, sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._recipe import Recipe
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """What is static about one product."""
+
+    recipe: Recipe
+    lhs_dtype: Any
+    rhs_dtype: Any
+    out_dtype: Any
+    implementation: Implementation
+
+
+def make_spec(
+    op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
+) -> MatmulSpec:
+    """Checks what is static; `rhs` is None where it is quantised already."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
+    _checks.check_implementation(op, implementation)
+    dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
+    # bf16, f16 and f32 promote to f32 unless equal.
+    out_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+    if preferred_element_type is not None:
+        name = "preferred_element_type"
+        _checks.check_out_dtype(op, name, preferred_element_type, _checks.FLOAT_DTYPES)
+        out_dtype = jnp.dtype(preferred_element_type)
+    rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
+    return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
+
+
+def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
+    """None for FP8, or the pair of precisions that an XLA dot shall have."""
+    pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
+    try:
+        pair = tuple(lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair)
+    except (ValueError, KeyError, TypeError):
+        pair = ()
+    if len(pair) != 2:
+        raise ValueError(
+            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, or a pair of them; "
+            f"got {precision!r}"
+        )
+    is_xla = any(p != lax.Precision.DEFAULT for p in pair)
+    if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
+        raise ValueError(
+            f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
+            f"got precision {precision!r}, {spec.recipe}"
+        )
+    return pair if is_xla else None
+
+
+def shard_as(xla: Any, lhs: Any, rhs: Any, out: jax.Array, out_sharding: Any) -> jax.Array:
+    """Shards `out` over Explicit mesh axes as `xla(lhs, rhs)` would be."""
+    is_sharded = lambda x: any(axes is not None for axes in jax.typeof(x).sharding.spec)
+    if out_sharding is None and not is_sharded(lhs) and not is_sharded(rhs):
+        return out
+    cast = lambda x: x.astype(out.dtype)
+    sharding = jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
+    return out if sharding is None else jax.sharding.reshard(out, sharding)
