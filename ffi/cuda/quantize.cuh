@@ -65,6 +65,9 @@ struct Quantizer {
   static constexpr int kWarpRows = 2 * kFragmentRows;
   static constexpr int kNumWarps = kMode == kRow ? 4 : kScaleBlock / kWarpRows;
   static constexpr int kNumThreads = kNumWarps * 32;
+  // Tiles that follow each other down the rows of x before the next k-block: CTAs that run together
+  // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
+  static constexpr int kRaster = 4;
   // CTAs an SM must have registers for: 128 KiB of input in flight if f32 or "row", otherwise 96
   // KiB.
   static constexpr int kMinCtas =
@@ -107,9 +110,11 @@ struct Quantizer {
 
   template <bool kIsAligned>
   __device__ __forceinline__ void run_tile() {
-    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
-    const int m_block = blockIdx.x / num_k_blocks;
-    const int k_block = blockIdx.x % num_k_blocks;
+    const int group_tiles = kRaster * ceil_div(params.k, kScaleBlock);
+    const int group_start = blockIdx.x / group_tiles * kRaster;
+    const int group_rows = min(kRaster, ceil_div(params.m, kScaleBlock) - group_start);
+    const int m_block = group_start + blockIdx.x % group_tiles % group_rows;
+    const int k_block = blockIdx.x % group_tiles / group_rows;
     first_row = m_block * kScaleBlock + warp * kWarpRows;
     first_column = k_block * kScaleBlock;
     elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);

@@ -25,8 +25,8 @@ __device__ __forceinline__ BlockScale block_scale(uint32_t amax) {
   // Up to the next power of two: a mantissa other than zero carries into the exponent.
   if constexpr (Config::kPow2Scale) bits = (bits + 0x007fffff) & 0xff800000;
   const bool is_finite = amax < kF32Inf;
-  return {.scale = __uint_as_float(is_finite ? bits : kF32NaN),
-          .factor = is_finite ? rcp_rn(__uint_as_float(bits)) : __uint_as_float(kF32NaN)};
+  return {__uint_as_float(is_finite ? bits : kF32NaN),
+          is_finite ? rcp_rn(__uint_as_float(bits)) : __uint_as_float(kF32NaN)};
 }
 
 }  // namespace jax_fp8gemm
