@@ -114,13 +114,15 @@ _QUANTIZERS: dict[str, Callable[..., Any]] = {
 
 def _rows(x: jax.Array) -> jax_fp8gemm.ScaledArray:
     """Quantised, its scale laid out as the kernel reads it: XLA then adds no copy to the call."""
-    x = _quantize_rows(x)
-    rows_minor = Format(Layout(major_to_minor=(1, 0)), x.scale.sharding)
-    return dataclasses.replace(x, scale=jax.device_put(x.scale, rows_minor))
+    quantized = _quantize_rows(x)
+    rows_minor = Format(Layout(major_to_minor=(1, 0)), quantized.scale.sharding)
+    scale = jax.device_put(quantized.scale, rows_minor)
+    return jax_fp8gemm.ScaledArray(quantized.values, scale)
 
 
-_quantize_rows = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(1, 128)))
-_blocks = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(128, 128)))
+_Quantizer = Callable[[jax.Array], jax_fp8gemm.ScaledArray]
+_quantize_rows: _Quantizer = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(1, 128)))
+_blocks: _Quantizer = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(128, 128)))
 
 
 def _labels(shape: Shape) -> dict[str, Any]:
@@ -128,5 +130,9 @@ def _labels(shape: Shape) -> dict[str, Any]:
 
 
 def _config_text(shape: Shape, **how: bool) -> str:
-    config = _tile_config.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
-    return str(config)
+    """The tile config in short; docs/benchmarks.md says how to read it."""
+    c = _tile_config.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
+    return (
+        f"{c.block_m}x{c.block_n}/{c.sub_n} w{c.num_consumers} a{c.num_accums} s{c.num_stages} "
+        f"d{c.num_slabs} c{c.cluster_m}x{c.cluster_n}"
+    )

@@ -68,14 +68,14 @@ class Table:
 
     def header(self) -> str:
         labels = "".join(f"{name:>{_width(name)}}" for name in self._labels)
-        metrics = f"{'us':>10}{'TFLOPS':>8}{'GB/s':>7}{'HBM':>6}{'tensor':>8}  {'config':<24}"
+        metrics = f"{'us':>10}{'TFLOPS':>8}{'GB/s':>7}{'HBM':>6}{'tensor':>8}  {'config':<34}"
         return labels + metrics + "".join(f"{name:>21}" for name in self._peers)
 
     def line(self, row: Row) -> str:
         labels = "".join(f"{str(row.labels[name]):>{_width(name)}}" for name in self._labels)
         metrics = (
             f"{row.us:10.2f}{row.tflops:8.0f}{row.gbps:7.0f}{row.hbm_fraction:6.0%}"
-            f"{row.tensor_fraction:8.0%}  {row.config:<24}"
+            f"{row.tensor_fraction:8.0%}  {row.config:<34}"
         )
         times = {**row.peers, "deepgemm_estimate": row.deepgemm_estimate}
         return labels + metrics + "".join(_peer_cell(times.get(p), row.us) for p in self._peers)
