@@ -1,34 +1,36 @@
 // Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32.
 //
 //   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
-//   value = fp8(x * (1 / scale)), to nearest even, saturated; a block with Inf or NaN is NaN
-//   throughout
+//   value = fp8(x * (1 / scale)), to nearest even, saturated
+// A block that holds an Inf or a NaN becomes NaN throughout, its scale too.
 //
-// Results, by mode (values are row-major):
-//   row               values (m, k)                     scale [k/128][m], one per 1x128 block of x
-//   column            transposed (k, m)                 transposed_scale [m/128][k], one per 128x1
-//   block row_column        both of the above, x read once block             values (m, k) scale
-//   [m/128][k/128], one per 128x128 block block_transposed  transposed (k, m)                 scale
-//   [k/128][m/128] block_both        values, transposed                scale [m/128][k/128]
+// Results, by mode; values and `transposed` are row-major:
+//   row               values (m, k),      scale [k/128][m]: one per 1x128 block of x
+//   column            transposed (k, m),  transposed_scale [m/128][k]: one per 128x1 block of x
+//   row_column        all four, from one read of x
+//   block             values (m, k),      scale [m/128][k/128]: one per 128x128 block
+//   block_transposed  transposed (k, m),  transposed_scale [k/128][m/128]
+//   block_both        values, transposed, scale [m/128][k/128]
 //
-// Work: "row" has no use for more than a warp, which takes 16 rows of one k-block alone, without a
-// barrier. Every other mode takes a 128x128 tile per CTA of 8 warps, a warp again 16 rows. Several
-// CTAs share an SM and hide each other's loads and barriers; nothing is persistent.
+// Work: a warp takes 16 rows of one k-block. "row" needs no more than that, so its warps never
+// meet. In every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and
+// cover each other's loads and barriers; nothing is persistent.
 //
-// Timeline of a tile (Fragment: the 8x8 elements of a thread, in registers throughout):
-//   load | column maxima of the warp -> shared | row maxima by shuffles, store rows and their
-//   scales barrier | one thread per column: maximum of 8 warps, scale -> global, factor -> shared
-//   barrier | round by columns -> shared, transposed | barrier | store whole transposed rows
+// Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
+//   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
+//   barrier; a thread per column: maximum over 8 warps, scale -> global, factor -> shared
+//   barrier; round by columns -> shared, transposed
+//   barrier; store whole transposed rows
 //
-// Shared memory: the transposed tile has 128 rows (columns of x) of 128 bytes, in units of 8 bytes,
-// 8 rows of x each. Unit u of row c sits at u ^ (c / 8). Writing, 16 lanes hold one u and columns 8
-// l + j: 16 different units of 16 x 8 = 128 bytes, no conflict. Reading, 16 lanes read the 16 units
-// of one row.
+// Shared memory: the transposed tile is 128 rows (columns of x) of 16 units of 8 bytes (8 rows of
+// x). Unit u of row c sits at u ^ (c / 8). Writing, 16 lanes hold the same u for columns 8 l + j,
+// so c / 8 = l and the 16 units differ: 16 x 8 bytes cover the 32 banks once. Reading, 16 lanes
+// take the 16 units of one row.
 //
-// Global stores fill 32-byte sectors: 128 bytes of a row per 16 lanes, 64 bytes of row scales per
-// warp. Limits: m, k >= 1. Rows of x that are not multiples of 16 bytes, or m or k not a multiple
-// of 8, take the element-wise branches. Sources: PTX ISA cvt (FP8 rounding), ld.global.nc;
-// DeepSeek-V3 report 3.3.
+// Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, a warp the scales of
+// 16 rows. Rows that are not a multiple of 8 long are read and written element by element.
+//
+// Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
 #include "quantize_fragment.cuh"
@@ -68,8 +70,7 @@ struct Quantizer {
   // Tiles that follow each other down the rows of x before the next k-block: CTAs that run together
   // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
   static constexpr int kRaster = 4;
-  // CTAs an SM must have registers for: 128 KiB of input in flight if f32 or "row", otherwise 96
-  // KiB.
+  // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
   static constexpr int kMinCtas =
       (Config::kInput == kF32 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
 
