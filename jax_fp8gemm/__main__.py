@@ -2,10 +2,11 @@
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
 from jax_fp8gemm import _environment, _ffi, _tile_config
@@ -42,7 +43,8 @@ def _precompile(all_formats: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed."""
     tasks = [*_gemm_kernels(all_formats), *_quantize_kernels(all_formats)]
     num_failed = num_cached = 0
-    with ThreadPoolExecutor(jobs) as pool:
+    # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(task) for task in tasks]
         for i, future in enumerate(as_completed(futures), start=1):
             try:
@@ -53,10 +55,8 @@ def _precompile(all_formats: bool, jobs: int) -> int:
                 continue
             num_cached += report.cached
             print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
-    print(
-        f"{len(tasks) - num_failed} kernels ({num_cached} were there already) in "
-        f"{_environment.cache_dir() or 'memory only'}; {num_failed} failed"
-    )
+    cache_dir = _environment.cache_dir() or "no folder: JAX_FP8GEMM_CACHE_DIR is empty"
+    print(f"{len(tasks) - num_failed} kernels in {cache_dir}: {num_cached} were there already")
     return 1 if num_failed else 0
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import multiprocessing
 import os
 import re
 import shutil
@@ -219,33 +220,36 @@ def _assert_clean(reports):
     assert not faults, "\n".join(faults)
 
 
-def _map(compile_kernel, arguments):
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda args: compile_kernel(*args), arguments))
+@pytest.fixture(scope="module")
+def compile_all():
+    """Compiles kernels in one process a core: NVRTC compiles one program at a time in each."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        yield lambda *arguments: list(pool.map(*arguments))
 
 
-def test_no_gemm_kernel_spills_or_loses_its_registers():
+def test_no_gemm_kernel_spills_or_loses_its_registers(compile_all):
     kernels = itertools.product(_tile_config.CONFIGS, (False, True), _OUTS)
-    reports = _map(_ffi.compile_gemm, [(_gemm_attributes(*kernel),) for kernel in kernels])
+    reports = compile_all(_ffi.compile_gemm, [_gemm_attributes(*kernel) for kernel in kernels])
     assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
 
-def test_formats_do_not_change_what_ptxas_says():
+def test_formats_do_not_change_what_ptxas_says(compile_all):
     config = _tile_config.CONFIGS[0]
     formats = [
         _gemm_attributes(config, is_1d1d, "bf16") | {"lhs_e5m2": lhs, "rhs_e5m2": rhs}
         for is_1d1d, lhs, rhs in itertools.product((False, True), (0, 1), (0, 1))
     ]
-    _assert_clean(_map(_ffi.compile_gemm, [(attributes,) for attributes in formats]))
+    _assert_clean(compile_all(_ffi.compile_gemm, formats))
 
 
-def test_no_quantize_kernel_spills():
+def test_no_quantize_kernel_spills(compile_all):
     kernels = [
-        (dict(mode=mode, input=input, e5m2=0, pow2_scale=0),)
+        dict(mode=mode, input=input, e5m2=0, pow2_scale=0)
         for mode, input in itertools.product(range(len(_quantize.MODES)), range(3))
     ]
-    reports = _map(_ffi.compile_quantize, kernels)
+    reports = compile_all(_ffi.compile_quantize, kernels)
     assert len({report.name for report in reports}) == len(reports)
     _assert_clean(reports)
 
