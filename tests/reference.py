@@ -139,7 +139,7 @@ def matmul_vjp(
 
     out  = lhs (1x128 along k) . rhs (128x128)
     dlhs = dout (1x128 along n) . rhs^T (the same 128x128 values)
-    drhs = lhs^T (1x128 along m) . dout (1x128 along m); unquantised operands if not fp8_drhs
+    drhs = lhs^T (1x128 along m) . dout (1x128 along m), or of both in bf16 if not fp8_drhs
     lhs and rhs have format fwd, dout has bwd.
     """
     rhs_fq = fake_quantize(rhs, (128, 128), fmt=fwd, pow2=pow2)
@@ -151,7 +151,8 @@ def matmul_vjp(
         lhs_t = fake_quantize(lhs, axis=-2, fmt=fwd, pow2=pow2)
         dout_t = fake_quantize(dout, axis=-2, fmt=bwd, pow2=pow2)
     else:
-        lhs_t, dout_t = (np.asarray(x).astype(np.float64).T for x in (lhs, dout))
+        in_bf16 = lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
+        lhs_t, dout_t = in_bf16(lhs).T, in_bf16(dout).T
     return out, dlhs, lhs_t @ dout_t.T
 
 

@@ -1,0 +1,82 @@
+"""CUDA graphs, the memory checker and threads: the same bits however a program runs."""
+
+import functools
+import os
+import pathlib
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import gpu_cases
+import jax
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+
+
+@functools.cache
+def _plain_hash() -> str:
+    """The program's results without CUDA graphs."""
+    run = gpu_cases.run_program(XLA_FLAGS=f"{_FLAGS} --xla_gpu_enable_command_buffer=")
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def _thunks(folder: pathlib.Path) -> str:
+    """What XLA wrote about the steps of the programs."""
+    files = [path for path in folder.iterdir() if "thunk" in path.name]
+    assert files, sorted(path.name for path in folder.iterdir())
+    return "\n".join(path.read_text(errors="replace") for path in files)
+
+
+def test_inside_cuda_graphs(tmp_path):
+    """Every thunk in a graph; replayed with the same addresses: one hash, that of no graphs."""
+    flags = f"{_FLAGS} --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    run = gpu_cases.run_program("--repeat", "20", XLA_FLAGS=flags)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == _plain_hash()
+    assert "kCommandBuffer" in _thunks(tmp_path), "no CUDA graph was made"
+
+
+def test_default_flags():
+    run = gpu_cases.run_program("--repeat", "20")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == _plain_hash()
+
+
+def _find_sanitizer() -> str | None:
+    folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    places = [f"{folder}/{sub}" for folder in folders for sub in ("bin", "compute-sanitizer")]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *places]))
+
+
+def test_memcheck_finds_nothing():
+    """Every buffer an allocation of its own, so that an overrun does not land in a neighbour."""
+    sanitizer = _find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    prefix = (sanitizer, "--tool=memcheck", "--error-exitcode=77", "--require-cuda-init=no")
+    run = gpu_cases.run_program(
+        prefix=prefix,
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+        XLA_FLAGS=f"{_FLAGS} --xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    )
+    report = run.stdout + run.stderr
+    if "Device not supported" in report:
+        pytest.skip("compute-sanitizer refuses this machine's device (seen under gVisor)")
+    assert run.returncode == 0, report[-6000:]
+    assert "ERROR SUMMARY: 0 errors" in report
+    assert _plain_hash() in run.stdout.split()
+
+
+def test_threads_dispatch_at_once():
+    """Eight threads, each its own operands and its own first compile."""
+    shapes = [(64 * i, 264, 640) for i in range(1, 9)]
+    cases = [gpu_cases.operands(i, shape) for i, shape in enumerate(shapes)]
+    run = lambda case: jax.block_until_ready(jax.jit(lambda *xs: gpu_cases.multiply(*xs))(*case))
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(run, cases))
+    for case, out in zip(cases, together, strict=True):
+        gpu_cases.assert_same(run(case), out)
+        gpu_cases.assert_model_predicts(out, *case, num_samples=64)
