@@ -12,6 +12,9 @@ OFFLINE ?=
 PYTEST_FLAGS ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Not --system-site-packages: PYTHON may itself belong to a virtual environment.
+PRINT_PACKAGES = import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")
+PRINT_PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h)
 CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
 
@@ -21,10 +24,10 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
 
 test: demo
-	$(VENV)/bin/pytest $(PYTEST_FLAGS)
+	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS)
 
 gpu-test: $(VENV)/installed
-	$(VENV)/bin/pytest -m gpu $(PYTEST_FLAGS)
+	$(VENV)/bin/python -P -m pytest -m gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check .
@@ -43,7 +46,8 @@ ifeq ($(OFFLINE),)
 	$(PIP) install -q $(JAX) scikit-build-core nanobind cmake ninja
 	$(PIP) install -q --no-build-isolation -e '.[demo,test]'
 else
-	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -c '$(PRINT_PACKAGES)' > "$$($(VENV)/bin/python -c '$(PRINT_PURELIB)')/outer.pth"
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 endif
 	touch $@
