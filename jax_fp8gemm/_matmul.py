@@ -192,7 +192,7 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: Any) -> tuple[Any, Any]
     if rows is not None:
         with jax.named_scope("dlhs"):
             dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
-    if columns is not None:
+    if columns is not None and lhs is not None:
         with jax.named_scope("drhs"):
             drhs = _gemm_as(spec, spec.rhs_dtype, lhs, columns)
     elif lhs is not None:

@@ -1,0 +1,28 @@
+"""pytest.raises for errors of the package itself, not of the annotations that tests check."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+
+@contextlib.contextmanager
+def raises(error: type[Exception], match: str) -> Iterator[None]:
+    """As pytest.raises, with jaxtyping's checks off: users do not have them."""
+    with _without_annotation_checks(), pytest.raises(error, match=match):
+        yield
+
+
+@contextlib.contextmanager
+def _without_annotation_checks() -> Iterator[None]:
+    if not importlib.util.find_spec("jaxtyping"):
+        yield
+        return
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)

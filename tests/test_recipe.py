@@ -1,0 +1,45 @@
+import dataclasses
+import re
+
+import pytest
+from errors import raises
+
+import jax_fp8gemm
+from jax_fp8gemm import BF16, DEEPSEEK_V3, HYBRID, Recipe
+
+
+def test_presets():
+    assert DEEPSEEK_V3 == Recipe(fwd="e4m3", bwd="e4m3", pow2_scale=False, wgrad="fp8")
+    assert (HYBRID.fwd, HYBRID.bwd) == ("e4m3", "e5m2")
+    assert DEEPSEEK_V3.is_fp8 and HYBRID.is_fp8 and not BF16.is_fp8
+
+
+def test_is_frozen_and_hashable():
+    assert len({DEEPSEEK_V3, Recipe(), HYBRID, BF16}) == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DEEPSEEK_V3.fwd = "e5m2"
+
+
+@pytest.mark.parametrize(
+    "field, value, expected",
+    [
+        ("fwd", "e4m3fn", "'e4m3' or 'e5m2' or None"),
+        ("bwd", None, "'e4m3' or 'e5m2'"),
+        ("lhs_block", (128, 128), "(1, 128)"),
+        ("rhs_block", (1, 128), "(128, 128)"),
+        ("pow2_scale", "yes", "False or True"),
+        ("wgrad", "f32", "'fp8' or 'bf16'"),
+    ],
+)
+def test_unsupported_values_are_named(field, value, expected):
+    message = re.escape(f"Recipe: {field} must be {expected}; got {value!r}")
+    with raises(ValueError, match=message):
+        Recipe(**{field: value})
+
+
+def test_ops_take_a_recipe_only():
+    import jax.numpy as jnp
+
+    x = jnp.ones((2, 2))
+    with raises(TypeError, match="matmul: recipe must be a jax_fp8gemm.Recipe; got 'fp8'"):
+        jax_fp8gemm.matmul(x, x, recipe="fp8")

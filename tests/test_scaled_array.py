@@ -1,0 +1,118 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from errors import raises
+
+from jax_fp8gemm import ScaledArray, dequantize, quantize
+
+SQUARE = (128, 128)
+
+
+@functools.cache
+def random(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("block", [(1, 128), SQUARE])
+@pytest.mark.parametrize("shape", [(130, 257), (2, 3, 129, 128)])
+def test_dequantize_is_value_times_scale(shape, block):
+    q = quantize(jnp.asarray(random(shape)), block=block)
+    expected = reference.dequantize(q.values, q.scale, block).astype(np.float32)
+    np.testing.assert_array_equal(q.dequantize(), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dequantize_rounds_once_to_the_dtype(dtype):
+    q = quantize(jnp.asarray(random((8, 200))))
+    expected = reference.dequantize(q.values, q.scale, q.block).astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(dequantize(q, dtype), expected)
+
+
+def test_shape_dtype_ndim_are_those_of_the_values():
+    q = quantize(jnp.asarray(random((130, 257))), dtype=jnp.float8_e5m2)
+    assert (q.shape, q.dtype, q.ndim) == ((130, 257), jnp.float8_e5m2, 2)
+    assert repr(q) == "ScaledArray(values=f8e5m2[130,257], scale=f32[130,3], block=(1, 128))"
+
+
+@pytest.mark.parametrize("with_transpose", [False, True])
+def test_transpose_of_square_blocks_is_exact(with_transpose):
+    x = random((130, 257))
+    q = quantize(jnp.asarray(x), block=SQUARE, with_transpose=with_transpose)
+    values, scale = reference.quantize(x.T, SQUARE)
+    reference.assert_same_bits(q.T.values, values)
+    reference.assert_same_bits(q.T.scale, scale)
+    assert q.T.block == SQUARE
+    np.testing.assert_array_equal(q.T.dequantize(), q.dequantize().T)
+    reference.assert_same_bits(q.T.T.values, q.values)
+
+
+def test_transpose_of_row_blocks_raises():
+    with raises(ValueError, match=r"ScaledArray.T: block must be \(128, 128\).*axis=-2"):
+        quantize(jnp.ones((4, 4))).T  # noqa: B018
+
+
+def test_is_a_pytree_with_a_static_block():
+    q = quantize(jnp.asarray(random((128, 128))), block=SQUARE)
+    leaves, tree = jax.tree.flatten(q)
+    assert len(leaves) == 2
+    assert jax.tree.unflatten(tree, leaves).block == SQUARE
+    shapes = jax.eval_shape(lambda q: q, q)
+    assert isinstance(shapes, ScaledArray) and shapes.shape == (128, 128)
+
+
+def test_passes_through_jit_vmap_and_scan():
+    q = quantize(jnp.asarray(random((3, 4, 256))))
+    expected = q.dequantize()
+    np.testing.assert_array_equal(jax.jit(dequantize)(q), expected)
+    np.testing.assert_array_equal(jax.vmap(dequantize)(q), expected)
+    _, scanned = jax.lax.scan(lambda carry, q: (carry, q.dequantize()), None, q)
+    np.testing.assert_array_equal(scanned, expected)
+
+
+def test_rounding_survives_a_jit_that_dequantises():
+    # The trap is XLA's on GPU; here the test holds the CPU to the same.
+    x = jnp.asarray(random((4, 256)))
+    expected = reference.fake_quantize(x).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(lambda x: quantize(x).dequantize())(x), expected)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda v, s: v, TypeError, r"x must be a ScaledArray; got f8e4m3fn\[4,256\]"),
+        (
+            lambda v, s: ScaledArray(v, s[:, :1]),
+            ValueError,
+            r"x_scale must be f32\[4,2\] \(one scale per 1x128 block .*; got f32\[4,1\]",
+        ),
+        (
+            lambda v, s: ScaledArray(v, s, None, (1, 64)),
+            ValueError,
+            r"x.block must be \(1, 128\) or \(128, 128\); got \(1, 64\)",
+        ),
+        (
+            lambda v, s: ScaledArray(v.astype(jnp.float32), s),
+            TypeError,
+            r"x must be f8e4m3fn or f8e5m2; got x f32\[4,256\]",
+        ),
+        (
+            lambda v, s: ScaledArray(v, s, v.T),
+            ValueError,
+            r"x.transposed must be None, or f8e4m3fn\[256,4\] with block \(128, 128\)",
+        ),
+        (lambda v, s: ScaledArray(None, s), TypeError, "x.values must be an array; got NoneType"),
+    ],
+)
+def test_broken_invariants_are_told_where_used(make, error, message):
+    q = quantize(jnp.asarray(random((4, 256))))
+    with raises(error, match="dequantize: " + message):
+        dequantize(make(q.values, q.scale))
+
+
+def test_dequantize_into_an_unsupported_dtype():
+    with raises(TypeError, match="dtype must be bf16, f16 or f32; got s32"):
+        dequantize(quantize(jnp.ones((1, 1))), jnp.int32)
