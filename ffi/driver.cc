@@ -50,6 +50,7 @@ ffi::ErrorOr<Driver*> Open() {
   load(driver->cuCtxGetDevice, "cuCtxGetDevice");
   load(driver->cuLibraryLoadData, "cuLibraryLoadData");
   load(driver->cuLibraryGetKernel, "cuLibraryGetKernel");
+  load(driver->cuKernelGetFunction, "cuKernelGetFunction");
   load(driver->cuKernelSetAttribute, "cuKernelSetAttribute");
   load(driver->cuLaunchKernelEx, "cuLaunchKernelEx");
   load(driver->cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");

@@ -103,6 +103,7 @@ struct Driver {
                                 void* library_options, void** library_option_values,
                                 unsigned int num_library_options);
   CUresult (*cuLibraryGetKernel)(CUkernel* kernel, CUlibrary library, const char* name);
+  CUresult (*cuKernelGetFunction)(CUfunction* function, CUkernel kernel);
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel kernel, CUdevice device);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function,
                                void** kernel_params, void** extra);

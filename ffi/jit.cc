@@ -37,13 +37,15 @@ struct Setup {
 // A kernel, from its first request on. `mutex` guards compiling and loading; what Execute reads is
 // atomic.
 struct Entry {
-  explicit Entry(std::string text) : text(std::move(text)) {}
+  explicit Entry(std::string text) : text(std::move(text)) {
+    for (std::atomic<int>& bytes : smem_bytes) bytes = -1;
+  }
 
   const std::string text;
   std::mutex mutex;
   std::shared_ptr<const Cubin> cubin;
   std::atomic<CUkernel> kernel{nullptr};
-  std::atomic<int> smem_bytes[kMaxDevices] = {};  // allowed so far, by device; 0: none
+  std::atomic<int> smem_bytes[kMaxDevices];  // allowed so far, by device; -1: not loaded there
 };
 
 struct Jit {
@@ -202,6 +204,10 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
     CU_RETURN_IF_ERROR(driver->cuLibraryGetKernel(&kernel, library, name.c_str()));
     entry->kernel.store(kernel, std::memory_order_release);
   }
+  // The driver loads a kernel into a context when that first asks for it. Done at the first launch
+  // instead, it could hang behind a running collective, or break a graph capture.
+  CUfunction function;
+  CU_RETURN_IF_ERROR(driver->cuKernelGetFunction(&function, kernel));
   CU_RETURN_IF_ERROR(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                                   dynamic_smem_bytes, kernel, device));
   entry->smem_bytes[device].store(dynamic_smem_bytes, std::memory_order_release);
