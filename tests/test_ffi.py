@@ -5,8 +5,11 @@ import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_fp8gemm import _backend_info, _environment, _ffi
@@ -125,10 +128,10 @@ def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
 # NVRTC
 
 
-def _configure_nvrtc(*paths):
+def _configure_nvrtc(*paths, cache_dir=""):
     _ext.configure(
         source_dir=_environment.source_dir(),
-        cache_dir="",
+        cache_dir=str(cache_dir),
         nvrtc_paths=[str(path) for path in paths],
         is_debug=False,
         dump_dir="",
@@ -181,6 +184,53 @@ def test_the_environment_picks_one_nvrtc(monkeypatch):
     assert _environment.nvrtc_paths() == ["/some/libnvrtc.so"]
     monkeypatch.delenv("JAX_FP8GEMM_NVRTC")
     assert "libnvrtc.so.13" in _environment.nvrtc_paths()
+
+
+# Handlers: XLA's CPU backend runs Instantiate, and refuses Execute, which wants a CUDA stream
+
+
+@pytest.fixture
+def quantize_on_cpu():
+    """Calls the handlers of jax_fp8gemm_quantize in mode "row" through XLA:CPU."""
+    stages = _ext.registrations()[_ffi.QUANTIZE_TARGET]
+    target = "jax_fp8gemm_quantize_on_cpu"
+    stages = {stage: stages[stage] for stage in ("instantiate", "execute")}
+    jax.ffi.register_ffi_target(target, stages, platform="cpu")
+    outs = (
+        jax.ShapeDtypeStruct((8, 128), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((8, 1), jnp.float32),
+    )
+
+    def call(**config):
+        config = dict(mode=0, input=0, e5m2=0, pow2_scale=0) | config
+        attributes = {name: np.int32(value) for name, value in config.items()}
+        quantize = jax.jit(lambda x: jax.ffi.ffi_call(target, outs)(x, config=attributes))
+        with jax.default_device(jax.devices("cpu")[0]):
+            return quantize(jnp.ones((8, 128), jnp.bfloat16))
+
+    return call
+
+
+def test_instantiate_compiles_and_execute_fails_without_a_gpu(quantize_on_cpu, tmp_path):
+    _configure_nvrtc(*_environment.nvrtc_paths(), cache_dir=tmp_path)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="GPU context is not available"):
+        quantize_on_cpu()
+    (entry,) = tmp_path.iterdir()
+    assert entry.name.startswith("quantize_row_bf16")
+
+
+def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"quantize: mode must be .*; got mode 9"):
+        quantize_on_cpu(mode=9)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected 4 attributes but got 5"):
+        quantize_on_cpu(more=1)
+
+
+def test_instantiate_without_nvrtc_is_an_error_each_time(quantize_on_cpu):
+    _configure_nvrtc("/none/libnvrtc.so")
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"NVRTC .* or newer is needed"):
+            quantize_on_cpu()
 
 
 # Warnings, cache folder, information
@@ -239,5 +289,5 @@ def test_backend_info_tells_what_the_machine_has(monkeypatch):
 
 
 def test_the_kernel_sources_are_found():
-    names = {path.name for path in _environment.Path(_environment.source_dir()).glob("*.cuh")}
+    names = {path.name for path in Path(_environment.source_dir()).glob("*.cuh")}
     assert {"gemm.cuh", "quantize.cuh"} <= names
