@@ -113,6 +113,8 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype
 def _reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
     m, k = lhs.shape
     n = rhs.shape[0]
+    if k == 0:
+        return list(accum) or [jnp.zeros((m, n), out_dtype)]
     if not is_1d1d:
         rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
     # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
