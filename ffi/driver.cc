@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstring>
 #include <type_traits>
 
 namespace jax_fp8gemm {
@@ -87,8 +88,10 @@ ffi::Error DriverError(const char* expr, const char* file, int line, CUresult re
     driver->cuGetErrorName(result, &name);
     driver->cuGetErrorString(result, &text);
   }
-  return Internal(file, ":", line, ": ", expr, " failed: ", name ? name : "CUDA error", " (",
-                  result, ")", text ? ": " : "", text ? text : "");
+  const char* slash = std::strrchr(file, '/');
+  return Internal(slash ? slash + 1 : file, ":", line, ": ", expr,
+                  " failed: ", name ? name : "CUDA error", " (", result, ")", text ? ": " : "",
+                  text ? text : "");
 }
 
 ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,

@@ -29,12 +29,6 @@ T Unwrap(ffi::ErrorOr<T> result) {
   return *std::move(result);
 }
 
-void Check(CUresult result, const char* what) {
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error(DriverError(what, "module.cc", 0, result).message());
-  }
-}
-
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -53,28 +47,33 @@ nb::dict Registrations() {
   return targets;
 }
 
-nb::dict DeviceInfo() {
-  const Driver* driver = Unwrap(GetDriver());
+ffi::ErrorOr<nb::dict> DescribeDevice(const Driver& driver, int ordinal) {
+  CUdevice device;
+  char name[256] = {};
+  int major, minor, num_sms;
+  CU_RETURN_IF_ERROR(driver.cuDeviceGet(&device, ordinal));
+  CU_RETURN_IF_ERROR(driver.cuDeviceGetName(name, sizeof(name), device));
+  CU_RETURN_IF_ERROR(
+      driver.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device));
+  CU_RETURN_IF_ERROR(
+      driver.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device));
+  CU_RETURN_IF_ERROR(
+      driver.cuDeviceGetAttribute(&num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+  nb::dict info;
+  info["name"] = name;
+  info["compute_capability"] = nb::make_tuple(major, minor);
+  info["num_sms"] = num_sms;
+  return info;
+}
+
+ffi::ErrorOr<nb::dict> DeviceInfo() {
+  FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
   int num_devices = 0;
-  Check(driver->cuDeviceGetCount(&num_devices), "cuDeviceGetCount");
+  CU_RETURN_IF_ERROR(driver->cuDeviceGetCount(&num_devices));
   nb::list devices;
-  for (int i = 0; i < num_devices; ++i) {
-    CUdevice device;
-    Check(driver->cuDeviceGet(&device, i), "cuDeviceGet");
-    char name[256] = {};
-    Check(driver->cuDeviceGetName(name, sizeof(name), device), "cuDeviceGetName");
-    auto attribute = [&](int id) {
-      int value = 0;
-      Check(driver->cuDeviceGetAttribute(&value, id, device), "cuDeviceGetAttribute");
-      return value;
-    };
-    nb::dict info;
-    info["name"] = name;
-    info["compute_capability"] =
-        nb::make_tuple(attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-                       attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR));
-    info["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-    devices.append(info);
+  for (int ordinal = 0; ordinal < num_devices; ++ordinal) {
+    FFI_ASSIGN_OR_RETURN(nb::dict device, DescribeDevice(*driver, ordinal));
+    devices.append(device);
   }
   nb::dict info;
   info["cuda_version"] = nb::make_tuple(driver->version / 1000, driver->version % 1000 / 10);
@@ -143,7 +142,7 @@ NB_MODULE(_ext, module) {
   module.attr("XLA_FFI_API_MAJOR") = XLA_FFI_API_MAJOR;
   module.attr("XLA_FFI_API_MINOR") = XLA_FFI_API_MINOR;
   module.def("registrations", &Registrations);
-  module.def("device_info", &DeviceInfo);
+  module.def("device_info", [] { return Unwrap(DeviceInfo()); });
   module.def("nvrtc_info", [] {
     const NvrtcInfo info = Unwrap(GetNvrtcInfo());
     return nb::make_tuple(info.path, info.major, info.minor);
