@@ -1,5 +1,6 @@
 """The extension's answers: which targets it has, and why they cannot run on some machine."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,46 @@ def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
     assert "off: the extension" in str(_backend_info.backend_info())
 
 
+# Stand-ins for what a machine may have
+
+
+def _build_library(path, source):
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source.encode(), check=True)
+
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="builds a library of its own")
+
+_NO_GPU_DRIVER = """
+    #include <string.h>
+    static int init(unsigned flags) { return 100; }
+    static int text(int error, const char** text) { *text = "CUDA_ERROR_NO_DEVICE"; return 0; }
+    int cuGetProcAddress_v2(const char* symbol, void** function) {
+      *function = strstr(symbol, "cuGetError") ? (void*)text : (void*)init;
+      return 0;
+    }
+"""
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("int x;", r"must support CUDA 12\.0 or newer; it has no cuGetProcAddress_v2\. Update"),
+        ("int cuGetProcAddress_v2() { return 500; }", "it has no cuTensorMapEncodeTiled"),
+        (_NO_GPU_DRIVER, r"driver\.cc:\d+: .*cuInit\(0\) failed: CUDA_ERROR_NO_DEVICE \(100\)"),
+    ],
+    ids=["older_than_12", "function_missing", "no_device"],
+)
+def test_an_unusable_driver_is_a_reason_and_no_crash(tmp_path, source, reason):
+    _build_library(tmp_path / "libcuda.so.1", source)
+    # The linker reads LD_LIBRARY_PATH when a process starts.
+    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "info"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert re.search(f"cuda kernels  off: .*{reason}", output.stdout)
+
+
 # NVRTC
 
 
@@ -158,11 +199,10 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
 def _fake_nvrtc(path, major, minor, functions):
     source = f"int nvrtcVersion(int* a, int* b) {{ *a = {major}; *b = {minor}; return 0; }}\n"
     source += "".join(f"int {function}() {{ return 0; }}\n" for function in functions)
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=source.encode(), check=True)
+    _build_library(path, source)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="builds a stand-in for an old NVRTC")
+@needs_cc
 def test_an_old_nvrtc_is_refused_with_its_version(tmp_path):
     functions = (
         "nvrtcGetErrorString nvrtcCreateProgram nvrtcDestroyProgram nvrtcCompileProgram "
