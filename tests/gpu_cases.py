@@ -1,6 +1,7 @@
 """What the GPU tests share: operands, forced tile configs, poisoned results, child processes."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -85,21 +86,15 @@ def assert_same(actual: jax.Array, expected: jax.Array, what: str = "") -> None:
 
 # Tile configs
 
-
-def configs(is_1d1d: bool) -> list[_tile_config.TileConfig]:
-    """Every config that the heuristic can pick for a family."""
-    return [config for config in _tile_config.CONFIGS if config.supports(is_1d1d=is_1d1d)]
+# For pytest.mark.parametrize: every config that the heuristic can pick, in each family.
+FAMILY_CONFIGS = [(name, config) for name in FAMILIES for config in _tile_config.CONFIGS]
 
 
-def config_params(families: Sequence[str] = tuple(FAMILIES)) -> list[tuple]:
-    """(family, config) for pytest.mark.parametrize."""
-    return [(name, config) for name in families for config in configs(name == "1d1d")]
-
-
-def precompile(is_1d1d: bool, config: _tile_config.TileConfig, **variant: bool) -> None:
-    """Compiles one kernel into the disk cache."""
-    formats = dict(lhs_e5m2=False, rhs_e5m2=False, num_sms=_ffi.num_sms())
-    _ffi.compile_gemm(config.attributes(is_1d1d=is_1d1d, **variant, **formats))
+def precompile() -> None:
+    """Compiles every e4m3 kernel into the disk cache, on all cores."""
+    command = [sys.executable, "-m", "jax_fp8gemm", "precompile"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def compile_with(
@@ -117,10 +112,9 @@ def compile_with(
         lowered = jax.jit(fresh, **jit_options).lower(*args)
     calls = re.findall(rf"custom_call @{_ffi.GEMM_TARGET}.*", lowered.as_text())
     assert calls, "the kernel is not in the program"
-    for field in ("block_m", "block_n", "num_stages", "cluster_m", "cluster_n"):
-        if config is not None:
-            entry = re.compile(rf"\b{field} = {getattr(config, field)} : i32")
-            assert all(entry.search(call) for call in calls), (field, config, calls[0])
+    for field in dataclasses.fields(config) if config else ():
+        entry = re.compile(rf"\b{field.name} = {int(getattr(config, field.name))} : i32")
+        assert all(entry.search(call) for call in calls), (field.name, config, calls[0])
     return lowered.compile()
 
 

@@ -61,9 +61,9 @@ def _how(fmt, pow2, implementation=None):
     return dict(dtype=fmt, pow2_scale=pow2, implementation=implementation)
 
 
-def _check(inputs, mode, fmt, pow2):
+def _check(inputs, mode, fmt, pow2, implementation=None):
     """All inputs in one program, each against the reference."""
-    run = jax.jit(lambda xs: [mode(x, _how(fmt, pow2)) for x in xs])
+    run = jax.jit(lambda xs: [mode(x, _how(fmt, pow2, implementation)) for x in xs])
     results = run([jnp.asarray(x) for x in inputs])
     for x, result in zip(inputs, results, strict=True):
         for i, (q, expected) in enumerate(zip(result, _reference(x, mode, fmt, pow2), strict=True)):
@@ -79,14 +79,6 @@ def _normal(dtype, shape):
     exponents = rng.integers(-10, 11, (-(-shape[0] // 128), -(-shape[1] // 128)))
     spread = np.exp2(np.repeat(np.repeat(exponents, 128, 0), 128, 1)[: shape[0], : shape[1]])
     return (rng.standard_normal(shape, np.float32) * spread / 64).astype(dtype)
-
-
-@modes
-@dtypes
-@formats
-@pow2
-def test_bits_on_ragged_shapes(mode, dtype, fmt, pow2):
-    _check([_normal(dtype, shape) for shape in shapes.QUANTIZE], mode, fmt, pow2)
 
 
 def _special_blocks(dtype):
@@ -117,18 +109,22 @@ def _special_blocks(dtype):
         return blocks.astype(dtype)
 
 
+def _special(dtype):
+    """Each difficult block alone in its scale block: a row, a column or a square; and ragged."""
+    rows = _special_blocks(dtype).reshape(4, 512)
+    squares = np.zeros((512, 512), dtype)
+    squares[37::128] = rows
+    # The last elements of the edge blocks of the ragged one fall away.
+    return [rows, np.ascontiguousarray(rows.T), squares, squares[:486, :509]]
+
+
 @modes
 @dtypes
 @formats
 @pow2
-def test_bits_of_special_values(mode, dtype, fmt, pow2):
-    """Each difficult block alone in its scale block, which is a row, a column or a square."""
-    blocks = _special_blocks(dtype)
-    rows = blocks.reshape(4, 512)
-    squares = np.zeros((512, 512), dtype)
-    squares[37::128] = rows
-    ragged = squares[:486, :509]  # the last elements of edge blocks fall away
-    _check([rows, np.ascontiguousarray(rows.T), squares, ragged], mode, fmt, pow2)
+def test_bits_on_ragged_shapes_and_special_values(mode, dtype, fmt, pow2):
+    normal = [_normal(dtype, shape) for shape in shapes.QUANTIZE]
+    _check(normal + _special(dtype), mode, fmt, pow2)
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
@@ -169,17 +165,13 @@ def test_real_shapes_equal_the_reference_lowering(mode, shape):
 
 
 @modes
-@dtypes
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
 @formats
 def test_reference_lowering_on_the_gpu(mode, dtype, fmt):
     """implementation="xla" under jit: no flush to zero, no rough division, no double rounding."""
-    blocks = _special_blocks(dtype)
-    for x in (blocks.reshape(4, 512), _normal(dtype, (129, 257))):
-        for pow2 in (False, True):
-            plain = jax.jit(functools.partial(mode, how=_how(fmt, pow2, "xla")))(x)
-            for q, expected in zip(plain, _reference(x, mode, fmt, pow2), strict=True):
-                reference.assert_same_bits(q.scale, expected[1])
-                reference.assert_same_bits(q.values, expected[0])
+    inputs = [_special(dtype)[0], _special(dtype)[2], _normal(dtype, (129, 257))]
+    for pow2 in (False, True):
+        _check(inputs, mode, fmt, pow2, "xla")
 
 
 @pytest.mark.parametrize("implementation", [None, "cuda", "xla"])
