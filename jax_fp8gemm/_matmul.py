@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._gemm import gemm
 from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shard_as
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
 from jax_fp8gemm._recipe import DEEPSEEK_V3, DTYPES, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
+_NO_GRADIENT = (
+    "matmul: a ScaledArray rhs has no gradient; got one among the differentiated arguments. "
+    "Differentiate with respect to the unquantised rhs, or apply jax.lax.stop_gradient."
+)
 
 
 def matmul(
@@ -151,6 +154,8 @@ def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
 def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
     """lhs (m, k) times rhs (k, n)."""
     leaves, tree = jax.tree.flatten(rhs)
+    if isinstance(rhs, ScaledArray):
+        leaves = [undifferentiable(leaf, _NO_GRADIENT) for leaf in leaves]
     lhs, *leaves = match_varying(lhs, *leaves)
     return _product(spec, lhs, jax.tree.unflatten(tree, leaves))
 
@@ -158,74 +163,45 @@ def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> j
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
     rows = quantize(lhs, **_quantize_args(spec, spec.recipe.fwd))
-    return _gemm_as(spec, spec.out_dtype, rows, _quantize_rhs(spec, rhs, keep=False)[0])
+    rhs_transposed = (
+        rhs.T
+        if isinstance(rhs, ScaledArray)
+        else quantize_transposed(rhs, **_quantize_args(spec, spec.recipe.fwd))
+    )
+    return _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
 
 
-def _product_fwd(spec: MatmulSpec, lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
-    """Quantises for both passes; keeps only what the wanted cotangents need."""
-    need_dlhs = lhs.perturbed
-    need_drhs = any(leaf.perturbed for leaf in jax.tree.leaves(rhs))
-    lhs, rhs = lhs.value, jax.tree.map(lambda leaf: leaf.value, rhs)
-    if need_drhs and isinstance(rhs, ScaledArray):
-        raise TypeError(
-            f"matmul: a ScaledArray rhs has no gradient; got {rhs} among the differentiated "
-            "arguments. Differentiate with respect to the unquantised rhs, or apply "
-            "jax.lax.stop_gradient."
-        )
+def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
+    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     args = _quantize_args(spec, spec.recipe.fwd)
-    if need_drhs and spec.recipe.wgrad == "fp8":
+    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
         rows, lhs_residual = quantize_both(lhs, **args)
     else:
-        rows, lhs_residual = quantize(lhs, **args), lhs if need_drhs else None
-    rhs_transposed, rhs_residual = _quantize_rhs(spec, rhs, keep=need_dlhs)
-    out = _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
-    return _name("fp8gemm_out", out), (_name("fp8gemm_lhs", lhs_residual), rhs_residual)
+        rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
+    if spec.rhs_dtype is not None:
+        rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
+    out = _gemm_as(spec, spec.out_dtype, rows, rhs.T)
+    residuals = _name("fp8gemm_lhs", lhs_residual), _name("fp8gemm_rhs", rhs_residual)
+    return _name("fp8gemm_out", out), residuals
 
 
-def _product_bwd(spec: MatmulSpec, residuals: Any, dout: Any) -> tuple[Any, Any]:
+def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
     lhs, rhs = residuals
-    if isinstance(dout, SymbolicZero):
-        return None, None
-    is_fp8_wgrad = lhs is not None and spec.recipe.wgrad == "fp8"
-    rows, columns = _quantize_dout(spec, dout, rhs is not None, is_fp8_wgrad)
-    dlhs = drhs = None
-    if rows is not None:
-        with jax.named_scope("dlhs"):
-            dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
-    if columns is not None and lhs is not None:
-        with jax.named_scope("drhs"):
-            drhs = _gemm_as(spec, spec.rhs_dtype, lhs, columns)
-    elif lhs is not None:
-        with jax.named_scope("drhs"):
-            drhs = _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
-    return dlhs, drhs
-
-
-def _quantize_dout(
-    spec: MatmulSpec, dout: jax.Array, need_rows: bool, need_columns: bool
-) -> tuple[ScaledArray | None, ScaledArray | None]:
     args = _quantize_args(spec, spec.recipe.bwd)
-    if need_rows and need_columns:
-        return quantize_both(dout, **args)
-    rows = quantize(dout, **args) if need_rows else None
-    return rows, quantize(dout, axis=-2, **args) if need_columns else None
+    is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
+    rows, columns = quantize_both(dout, **args) if is_fp8_wgrad else (quantize(dout, **args), None)
+    with jax.named_scope("dlhs"):
+        dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
+    if spec.rhs_dtype is None:
+        return dlhs, None
+    with jax.named_scope("drhs"):
+        if columns is None:
+            return dlhs, _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
+        return dlhs, _gemm_as(spec, spec.rhs_dtype, lhs, columns)
 
 
-_product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)
-
-
-def _quantize_rhs(
-    spec: MatmulSpec, rhs: jax.Array | ScaledArray, *, keep: bool
-) -> tuple[ScaledArray, ScaledArray | None]:
-    """rhs^T (n, k) as the forward product reads it and, to `keep`, rhs (k, n) for dlhs."""
-    if isinstance(rhs, ScaledArray):
-        return rhs.T, ScaledArray(rhs.values, rhs.scale, None, rhs.block) if keep else None
-    args = _quantize_args(spec, spec.recipe.fwd)
-    if not keep:
-        return quantize_transposed(rhs, **args), None
-    both = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
-    residual = ScaledArray(both.values, both.scale, None, both.block)
-    return both.T, _name("fp8gemm_rhs", residual)
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def _quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:

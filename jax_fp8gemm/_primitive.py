@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
@@ -28,6 +28,7 @@ def define_primitive(
     reference: Callable[..., Arrays],
     ffi_call: Callable[..., Arrays],
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]],
+    dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
 
@@ -37,6 +38,8 @@ def define_primitive(
       reference: (*operands, **params) -> results, in plain JAX.
       ffi_call: the same by jax.ffi.ffi_call.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
+      dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
+        the used results and as few others as possible, named by their old indices.
     Returns:
       bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
       mesh axes are replicated first, and all get the union of their varying manual axes.
@@ -66,6 +69,14 @@ def define_primitive(
             return lower_reference(ctx, *operands, implementation=implementation, **params)
         return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
 
+    def dce(used, eqn):
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        if dce_rule is not None:
+            params, kept = dce_rule(used, **eqn.params)
+            eqn = eqn.replace(params=params, outvars=[eqn.outvars[i] for i in kept])
+        return [True] * len(eqn.invars), eqn
+
     def no_jvp(primals, tangents, **params):
         raise NotImplementedError(
             f"{op}: not differentiable: FP8 values have no useful tangents. Differentiate "
@@ -80,6 +91,7 @@ def define_primitive(
         [replicate(x) for x in operands], dims, **params
     )
     ad.primitive_jvps[primitive] = no_jvp
+    partial_eval.dce_rules[primitive] = dce
 
     def bind(*operands, implementation, **params):
         operands = match_varying(*(replicate(x) for x in operands))
@@ -135,6 +147,23 @@ def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
         jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
         for x, axes in zip(operands, varying, strict=True)
     )
+
+
+def undifferentiable(x: jax.Array, message: str) -> jax.Array:
+    """`x`; raises TypeError(message) where it is differentiated."""
+    return _undifferentiable_p.bind(x, message=message)
+
+
+def _raise_undifferentiable(primals, tangents, *, message):
+    raise TypeError(message)
+
+
+_undifferentiable_p = Primitive("undifferentiable")
+_undifferentiable_p.def_abstract_eval(lambda x, *, message: x)
+_undifferentiable_p.def_impl(lambda x, *, message: x)
+mlir.register_lowering(_undifferentiable_p, lambda ctx, x, *, message: [x])
+batching.defvectorized(_undifferentiable_p)
+ad.primitive_jvps[_undifferentiable_p] = _raise_undifferentiable
 
 
 def constant_like(x: jax.Array, constant: jax.Array) -> jax.Array:

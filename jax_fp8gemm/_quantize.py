@@ -224,10 +224,23 @@ def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.A
     return x.reshape(batch, *shape)
 
 
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Along one axis only, or without the transposed values, where the rest is not used."""
+    kept = range(len(used))
+    if mode == "row_column" and not any(used[2:]):
+        mode, kept = "row", (0, 1)
+    elif mode == "row_column" and not any(used[:2]):
+        mode, kept = "column", (2, 3)
+    elif mode == "block_both" and not used[1]:
+        mode, kept = "block", (0, 2)
+    return dict(params, mode=mode), kept
+
+
 quantize_p = define_primitive(
     "jax_fp8gemm_quantize",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
+    dce_rule=_dce_rule,
 )
