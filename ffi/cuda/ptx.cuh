@@ -1,0 +1,93 @@
+// Types and the single PTX instructions that belong to no other wrapper header.
+//
+// Every wrapper is one instruction. "memory" is stated wherever the instruction orders memory.
+// Sections refer to the PTX ISA, https://docs.nvidia.com/cuda/parallel-thread-execution.
+#pragma once
+
+namespace jax_fp8gemm {
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+
+// CUtensorMap as the driver encodes it: opaque, 128 bytes.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ uint32_t smem_address(const void* ptr) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
+}
+
+// Special registers.
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// elect.sync: true in one lane of a converged warp, always the same one. NOTE: `lane == 0` instead
+// makes ptxas wrap every TMA instruction in a loop over the active lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(is_elected));
+  return is_elected != 0;
+}
+
+// Barriers and fences.
+
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Register reallocation between warpgroups (PTX ISA, setmaxnreg). kNumRegs: a multiple of 8
+// in 24..256.
+
+template <int kNumRegs>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kNumRegs));
+}
+
+template <int kNumRegs>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNumRegs));
+}
+
+// Conversion and storing of accumulators.
+
+// Rounds two f32 to bf16, to nearest even; `low` goes to the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Stores four 8x8 matrices of 16-bit elements; lane l gives the row address of row l % 8 of matrix
+// l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+}  // namespace jax_fp8gemm

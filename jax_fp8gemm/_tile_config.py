@@ -1,0 +1,178 @@
+"""TileConfig: how one GEMM is cut into tiles, the list of configs, and which one a shape gets.
+
+A config changes the speed of a product, never its bits. The choice is a pure function of static
+shapes and the number of multiprocessors, made when lowering and baked into the executable:
+
+    time = waves * (num_k_blocks * k_block + epilogue) + launch, at least the bytes over bandwidth
+
+with the constants below, fitted to an H200 (docs/experiments.md), after a look into the table of
+measured overrides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+_SCALE_BLOCK = 128
+_CLOCK_MHZ = 1700  # under load, below its power limit
+_LAUNCH_US = 3.0  # launch, first loads, drain
+_L2_BYTES_PER_CLOCK = 50  # L2 to one multiprocessor, all of them loading
+_DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long copy reaches 4.2e6
+_MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
+_STORE_BYTES_PER_CLOCK = 33
+_TILE_CLOCKS = 300
+# Part of the tensor cores' rate that the main loop reaches: 1d1d promotes twice as much.
+_EFFICIENCY_1D2D = 0.83
+_EFFICIENCY_1D1D = 0.60
+# Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
+_SHORT_TILE = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """One way to run the kernel of ffi/cuda/gemm.cuh.
+
+    block_m, block_n: output tile of one CTA; below 64 rows only the loads are shorter.
+    sub_n: n of one wgmma; divides block_n.
+    num_consumers: warpgroups that multiply, each with its share of the rows.
+    num_accums: wgmma accumulators in rotation; one less is queued ahead.
+    num_stages: depth of the ring of operands in shared memory.
+    num_slabs: 8 KiB staging slabs of each consumer for stores by TMA; 0 stores from registers.
+    cluster_m, cluster_n: CTAs that share an rhs, or an lhs, tile by multicast.
+    """
+
+    block_m: int
+    block_n: int
+    sub_n: int
+    num_consumers: int
+    num_accums: int
+    num_stages: int
+    num_slabs: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+
+    def attributes(
+        self,
+        *,
+        is_1d1d: bool,
+        out_f32: bool,
+        accumulate: bool,
+        lhs_e5m2: bool,
+        rhs_e5m2: bool,
+        num_sms: int,
+    ) -> dict[str, np.int32]:
+        """Members of the FFI call's `config` attribute."""
+        how = dict(
+            is_1d1d=is_1d1d,
+            out_f32=out_f32,
+            accumulate=accumulate,
+            lhs_e5m2=lhs_e5m2,
+            rhs_e5m2=rhs_e5m2,
+            num_sms=num_sms,
+        )
+        return {key: np.int32(value) for key, value in (dataclasses.asdict(self) | how).items()}
+
+
+# Tiles for few rows stream rhs: many stages, several batches queued, columns to fill the card.
+CONFIGS: tuple[TileConfig, ...] = (
+    TileConfig(16, 16, 16, 1, 4, 24, 0),
+    TileConfig(16, 32, 32, 1, 4, 24, 0),
+    TileConfig(16, 56, 56, 1, 2, 20, 0),
+    TileConfig(16, 64, 64, 1, 2, 20, 0),
+    TileConfig(16, 128, 64, 1, 2, 11, 0),
+    TileConfig(64, 16, 16, 1, 4, 20, 0),
+    TileConfig(64, 32, 32, 1, 4, 17, 0),
+    TileConfig(64, 56, 56, 1, 2, 14, 0),
+    TileConfig(64, 64, 64, 1, 2, 13, 0),
+    TileConfig(64, 128, 64, 1, 2, 8, 0),
+    TileConfig(128, 64, 64, 2, 2, 8, 0),
+    TileConfig(128, 128, 64, 2, 2, 5, 2),
+    TileConfig(128, 256, 64, 2, 2, 3, 4),
+    TileConfig(128, 256, 64, 2, 2, 3, 4, cluster_m=2),
+    TileConfig(192, 128, 128, 3, 1, 4, 2),
+    TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
+)
+
+_BY_TILE = {(c.block_m, c.block_n, c.cluster_m, c.cluster_n): c for c in CONFIGS}
+
+# (m, n, k, is_1d1d) -> (block_m, block_n, cluster_m, cluster_n), measured on an H200 with 132
+# multiprocessors where the model's choice was slower: docs/experiments.md.
+_OVERRIDES: dict[tuple[int, int, int, bool], tuple[int, int, int, int]] = {
+    (8, 7168, 16384, False): (16, 56, 1, 1),
+    (64, 24576, 1536, False): (64, 64, 1, 1),
+    (128, 24576, 1536, False): (128, 256, 1, 1),
+    (128, 32768, 512, False): (128, 128, 1, 1),
+    (4096, 24576, 1536, False): (128, 256, 1, 1),
+    (7168, 2048, 4096, True): (192, 128, 1, 1),
+    (4096, 7168, 4096, True): (192, 128, 1, 1),
+}
+
+_forced: list[TileConfig] = []
+
+
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    is_1d1d: bool,
+    out_f32: bool,
+    accumulate: bool,
+    num_sms: int = 132,
+) -> TileConfig:
+    """Config for out (m, n) = lhs (m, k) x rhs (n, k); extents >= 1."""
+    if _forced:
+        return _forced[-1]
+    return _choose(m, n, k, is_1d1d, 4 + 4 * accumulate if out_f32 else 2, num_sms)
+
+
+@contextlib.contextmanager
+def override(config: TileConfig) -> Iterator[None]:
+    """Within the context, lowering uses `config` for every product (tests and tuning)."""
+    _forced.append(config)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int) -> TileConfig:
+    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
+    if measured is not None:
+        return _BY_TILE[measured]
+    candidates = [c for c in CONFIGS if c.cluster_m * c.cluster_n == 1]
+    if m > 16:
+        candidates = [c for c in candidates if c.block_m >= 64]
+    return min(candidates, key=lambda c: _time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
+
+
+def _time_us(
+    c: TileConfig, m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int
+) -> float:
+    """Predicted time of one launch."""
+    num_n = math.ceil(n / c.block_n)
+    rest = m % c.block_m
+    is_short = 0 < rest <= 64 and c.num_consumers > 1
+    full = (math.ceil(m / c.block_m) - is_short) * num_n
+    waves = math.ceil(full / num_sms)
+    left = is_short * num_n - (waves * num_sms - full)
+    if left > 0:
+        waves += _SHORT_TILE * math.ceil(left / num_sms)
+    efficiency = _EFFICIENCY_1D1D if is_1d1d else _EFFICIENCY_1D2D
+    rows = max(c.block_m, 64)
+    k_block = max(
+        rows * c.block_n / 32 / efficiency,
+        (c.block_m + c.block_n) * _SCALE_BLOCK / _L2_BYTES_PER_CLOCK,
+        _MIN_K_BLOCK_CLOCKS,
+    )
+    epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK
+    tile_clocks = math.ceil(k / _SCALE_BLOCK) * k_block + epilogue
+    dram_us = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
+    return max(waves * tile_clocks / _CLOCK_MHZ, dram_us) + _LAUNCH_US
