@@ -215,14 +215,24 @@ def operands():
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (K, N)))
 
 
-def loss(lhs, rhs, **kwargs):
-    return (matmul(lhs, rhs, **kwargs) ** 2).sum()
+def loss(lhs, rhs):
+    return (matmul(lhs, rhs) ** 2).sum()
+
+
+def value_and_gradients(lhs, rhs, **kwargs):
+    """(dlhs, drhs) of `loss`, and the product."""
+
+    def loss_and_out(lhs, rhs):
+        out = matmul(lhs, rhs, **kwargs)
+        return (out**2).sum(), out
+
+    return jax.jit(jax.grad(loss_and_out, (0, 1), has_aux=True))(lhs, rhs)
 
 
 @functools.cache
 def unsharded():
-    lhs, rhs = operands()
-    return jax.jit(matmul)(lhs, rhs), *jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
+    gradients, out = value_and_gradients(*operands())
+    return out, *gradients
 
 
 def assert_equal(found, expected):
@@ -246,10 +256,10 @@ def test_sharded_operands_give_the_unsharded_result(axis_type, lhs_spec, rhs_spe
     lhs, rhs = (jax.device_put(x, NamedSharding(on, spec)) for x, spec in specs)
     needs_spec = axis_type == EXPLICIT and out_spec is not None
     kwargs = dict(out_sharding=NamedSharding(on, out_spec)) if needs_spec else {}
-    out, dlhs, drhs = unsharded()
-    assert_equal(jax.jit(functools.partial(matmul, **kwargs))(lhs, rhs), out)
-    found = jax.jit(jax.grad(functools.partial(loss, **kwargs), (0, 1)))(lhs, rhs)
-    for x, expected, operand in zip(found, (dlhs, drhs), (lhs, rhs), strict=True):
+    gradients, out = value_and_gradients(lhs, rhs, **kwargs)
+    expected_out, *expected_gradients = unsharded()
+    assert_equal(out, expected_out)
+    for x, expected, operand in zip(gradients, expected_gradients, (lhs, rhs), strict=True):
         assert_equal(x, expected)
         assert jax.typeof(x).sharding.spec == jax.typeof(operand).sharding.spec
 
