@@ -93,8 +93,8 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(64, 128, 64, 1, 2, 8, 0),
     TileConfig(128, 64, 64, 2, 2, 8, 0),
     TileConfig(128, 128, 64, 2, 2, 5, 2),
-    TileConfig(128, 256, 64, 2, 2, 3, 4),
-    TileConfig(128, 256, 64, 2, 2, 3, 4, cluster_m=2),
+    TileConfig(128, 256, 128, 2, 1, 3, 4),
+    TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )

@@ -1,0 +1,230 @@
+// A consumer warpgroup: multiplies its rows of each tile on the tensor cores, promotes and stores.
+#pragma once
+
+#include "epilogue.cuh"
+#include "pipeline.cuh"
+#include "scales.cuh"
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config, typename Scheduler>
+struct Consumer {
+  using Tile = jax_fp8gemm::Tile<Config>;
+  using Ring = RingCursor<Config::kNumStages>;
+
+  // What the batches of one k-block need from it besides the operands.
+  struct KBlock {
+    uint32_t stage;
+    // Of this thread's rows, 16 warp + lane / 4 and + 8, in each 64; in 1d2d times the scale of
+    // each column block.
+    float scale[Tile::kNumColumnBlocks][Tile::kMSubs][2];
+  };
+
+  const GemmParams& params;
+  typename Tile::SharedStorage& shared;
+  int num_k_blocks;
+
+  __device__ __forceinline__ void run(int consumer) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int first_row = consumer * Tile::kRows + warp * 16 + lane / 4;
+    const uint32_t lhs_tile =
+        wgmma_descriptor(shared.lhs) +
+        __shfl_sync(0xffffffff, consumer, 0) * (Tile::kRows * Tile::kScaleBlock / 16);
+    const uint32_t rhs_tile = wgmma_descriptor(shared.rhs);
+    Scheduler scheduler(params.m, params.n, params.raster);
+    Ring ring;
+    int k_block = 0;  // the next one to prepare
+    float accum[Config::kNumAccums][Tile::kSubRegs];
+    float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
+    KBlock blocks[Tile::kGroup], next;
+    uint32_t lhs_stage, rhs_stage;  // descriptors of the k-block being queued
+
+    // Wait for the next k-block and read its scales.
+    auto prepare = [&](KBlock& block) {
+      mbarrier_wait(&shared.full[ring.stage], ring.phase);
+      block.stage = ring.stage;
+#pragma unroll
+      for (int mi = 0; mi < Tile::kMSubs; ++mi) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float lhs_scale = shared.lhs_scale[ring.stage][first_row + mi * 64 + half * 8];
+#pragma unroll
+          for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
+            block.scale[i][mi][half] =
+                Config::kIs1d1d ? lhs_scale : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
+          }
+        }
+      }
+      ring.advance();
+      ++k_block;
+    };
+
+    // Queue one batch on the tensor cores.
+    auto issue = [&](int batch) {
+      const int sub = batch % Tile::kSubs;
+      if (sub == 0) {
+        if constexpr (Tile::kPrepareEarly) {
+          blocks[0] = next;
+        } else {
+          prepare(blocks[batch / Tile::kSubs]);
+        }
+        // The shuffle tells the compiler that the descriptors are uniform; else each wgmma costs
+        // four R2UR.
+        const uint32_t stage = __shfl_sync(0xffffffff, blocks[batch / Tile::kSubs].stage, 0);
+        lhs_stage = lhs_tile + stage * (Tile::kLhsBytes / 16);
+        rhs_stage = rhs_tile + stage * (Tile::kRhsBytes / 16);
+      }
+      const uint32_t lhs = lhs_stage + sub % Tile::kMSubs * 512;
+      const uint32_t rhs = rhs_stage + sub / Tile::kMSubs * (Config::kSubN * 8);
+      float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
+      if constexpr (Tile::kTakeTurns) await_turn(consumer);
+      wgmma_fence();
+      Wgmma<Config::kSubN>::template run<true>(d, lhs, rhs);
+#pragma unroll
+      for (int step = 1; step < 4; ++step) {
+        if (Tile::kTakeTurns && step == 2) wgmma_commit();  // the first half, see run_batches
+        Wgmma<Config::kSubN>::template run<false>(d, lhs + step * 2, rhs + step * 2);
+      }
+      wgmma_commit();
+      if (Tile::kPrepareEarly && sub == Tile::kSubs - 1 && k_block < num_k_blocks) prepare(next);
+    };
+
+    if (Tile::kTakeTurns && consumer == 1) pass_turn(consumer);  // consumer 0 goes first
+    while (scheduler.next_block()) {
+      const int row = scheduler.block_m_idx * Config::kBlockM;
+      const int column = scheduler.block_n_idx * Config::kBlockN;
+      const int boundary = 128 - column % 128;  // first column of the tile's second column block
+      float promoted[Tile::kMSubs][Config::kBlockN / 2];
+#pragma unroll
+      for (int mi = 0; mi < Tile::kMSubs; ++mi) {
+#pragma unroll
+        for (int i = 0; i < Config::kBlockN / 2; ++i) promoted[mi][i] = 0.f;
+      }
+
+      // Promote one finished batch; give the stage back with the last one of a k-block.
+      auto promote = [&](int batch) {
+        const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
+        float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
+        float* sums = promoted[mi] + ni * Tile::kSubRegs;
+        const KBlock& block = blocks[batch / Tile::kSubs];
+        wgmma_pin(d);
+        if constexpr (Config::kIs1d1d) {
+          if (mi == 0) {
+#pragma unroll
+            for (int j = 0; j < Config::kSubN / 8; ++j) {
+              const float2 pair = *reinterpret_cast<const float2*>(
+                  &shared.rhs_scale[block.stage][ni * Config::kSubN + 8 * j + 2 * (lane % 4)]);
+              rhs_columns[2 * j] = pair.x;
+              rhs_columns[2 * j + 1] = pair.y;
+            }
+          }
+        }
+        if (sub == Tile::kSubs - 1) {
+          release(block.stage, lane);
+        }
+        if constexpr (Config::kIs1d1d) {
+          promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
+        } else if constexpr (Tile::kSplitSub) {
+          promote_1d2d_split(sums, d, block.scale[0][mi], block.scale[1][mi],
+                             boundary - ni * Config::kSubN);
+        } else {
+          const bool is_latter = Tile::kTwoBlocks && ni * Config::kSubN >= boundary;
+          promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
+        }
+      };
+
+      k_block = 0;
+      // Below the last row there is nothing to compute, only stages to give back.
+      if (row + consumer * Tile::kRows >= params.m) {
+#pragma unroll 1
+        while (k_block < num_k_blocks) {
+          prepare(next);
+          if constexpr (Tile::kTakeTurns) {
+            for (int batch = 0; batch < Tile::kSubs; ++batch) {
+              await_turn(consumer);
+              pass_turn(consumer);
+            }
+          }
+          release(next.stage, lane);
+        }
+        continue;
+      }
+      if constexpr (Tile::kPrepareEarly) prepare(next);
+#pragma unroll 1
+      for (int i = 0; i < num_k_blocks / Tile::kGroup; ++i)
+        run_batches<-Tile::kAhead>(issue, promote, consumer);
+#pragma unroll 1
+      for (int i = 0; i < num_k_blocks % Tile::kGroup; ++i) {
+#pragma unroll
+        for (int batch = 0; batch < Tile::kSubs; ++batch) {
+          issue(batch);
+          wgmma_wait<0>();
+          promote(batch);
+        }
+      }
+      store(promoted, row + consumer * Tile::kRows, column, consumer, warp, lane);
+    }
+    if (Tile::kTakeTurns && consumer == 0) await_turn(consumer);  // the last pass of the other
+  }
+
+  // Promotes batches kBatch .. kBatches-1 of a group, each Tile::kAhead batches after it was
+  // queued; starts at -Tile::kAhead, where there is only queueing to do. NOTE: a group ends with
+  // nothing in flight. Carrying wgmma over the back edge of the loop makes ptxas serialise all of
+  // them (C7514); the other consumer's batches cover the gap.
+  template <int kBatch, typename Issue, typename Promote>
+  __device__ __forceinline__ static void run_batches(Issue& issue, Promote& promote, int consumer) {
+    if constexpr (kBatch < Tile::kBatches) {
+      if constexpr (kBatch + Tile::kAhead < Tile::kBatches) issue(kBatch + Tile::kAhead);
+      if constexpr (kBatch >= 0) {
+        if constexpr (Tile::kTakeTurns) {
+          // With half a batch left, the other consumer has just time to queue its own behind it.
+          wgmma_wait<1>();
+          pass_turn(consumer);
+        }
+        wgmma_wait<(kBatch + Tile::kAhead < Tile::kBatches ? Tile::kAhead
+                                                           : Tile::kBatches - 1 - kBatch)>();
+        promote(kBatch);
+      }
+      run_batches<kBatch + 1>(issue, promote, consumer);
+    }
+  }
+
+  // Turns on the tensor cores between two consumers: named barriers 4 and 5, on which the one whose
+  // turn it becomes waits with 128 threads and the other arrives with 128.
+  __device__ __forceinline__ static void await_turn(int consumer) {
+    named_barrier_sync(4 + consumer, 256);
+  }
+  __device__ __forceinline__ static void pass_turn(int consumer) {
+    named_barrier_arrive(4 + (consumer ^ 1), 256);
+  }
+
+  // Tells the producer of every CTA that shares the stage that this warp is done with it.
+  __device__ __forceinline__ void release(uint32_t stage, int lane) {
+    Barrier* empty = &shared.empty[stage];
+    __syncwarp();  // every lane has read its scales
+    if constexpr (Config::kClusterSize == 1) {
+      if (lane == 0) mbarrier_arrive(empty);
+    } else {
+      if (lane < Config::kClusterSize) mbarrier_arrive_remote(empty, lane);
+    }
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ void store(const float (&promoted)[Tile::kMSubs][kRegs], int row,
+                                        int column, int consumer, int warp, int lane) {
+    if constexpr (Config::kNumSlabs > 0) {
+      store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
+                Config::kNumSlabs>(&params.out_map, shared.slabs[consumer], promoted, row, column,
+                                   consumer, warp, lane);
+    } else {
+      const int end =
+          min(params.m, row + min(Config::kBlockM, Tile::kRows));  // rows of a short tile
+      store_direct<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
+          params.out, params.accum, promoted, end, params.n, row, column, warp, lane);
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm

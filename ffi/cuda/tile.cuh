@@ -1,0 +1,84 @@
+// What follows from a config alone: sizes, the shared memory of a CTA, and what the kernel
+// supports.
+#pragma once
+
+#include "mbarrier.cuh"
+
+namespace jax_fp8gemm {
+
+// Mirrors GemmParams in gemm.cc.
+struct GemmParams {
+  TensorMap lhs, rhs;
+  TensorMap lhs_scale_map;  // where m is a multiple of 4
+  TensorMap rhs_scale_map;  // 1d1d
+  TensorMap out_map;        // kNumSlabs > 0
+  const float* lhs_scale;   // [k/128][m]
+  const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
+  const float* accum;       // kAccumulate: what the product is added to; the same memory as out
+  void* out;
+  int m, n, k;
+  int raster;  // cluster tiles along m that follow each other, see DenseScheduler
+};
+
+template <typename Config>
+struct Tile {
+  static constexpr int kScaleBlock = 128;
+  static constexpr int kRows =
+      Config::kBlockM / Config::kNumConsumers < 64 ? 64 : Config::kBlockM / Config::kNumConsumers;
+  static constexpr int kMSubs = kRows / 64;
+  static constexpr int kSubs =
+      kMSubs * (Config::kBlockN / Config::kSubN);  // batches of one k-block
+  static constexpr int kSubRegs = Config::kSubN / 2;
+  static constexpr int kAhead = Config::kNumAccums - 1;
+  // With one accumulator a batch is promoted before the next is queued, so every cycle between them
+  // counts: the next k-block is prepared while the last batch of this one runs.
+  static constexpr bool kPrepareEarly = Config::kNumAccums == 1;
+  // Two consumers with one accumulator each would fall into step: both on the tensor cores, then
+  // both promoting while the tensor cores idle. Taking turns, one promotes while the other
+  // multiplies. 4096x7168x16384, 128x256 tiles, H200: 722 us without turns, 683 us with.
+  static constexpr bool kTakeTurns = Config::kNumConsumers == 2 && Config::kNumAccums == 1;
+  // k-blocks of one loop trip: as few as make its batches a multiple of the accumulators.
+  static constexpr int kGroup = kSubs % Config::kNumAccums == 0 ? 1 : Config::kNumAccums;
+  static constexpr int kBatches = kGroup * kSubs;
+  static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
+  static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
+  static constexpr int kLhsScaleBytes = Config::kBlockM * 4;
+  static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
+  static constexpr int kSlabBytes = 64 * 128;
+  // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
+  static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
+  static constexpr int kNumColumnBlocks = kTwoBlocks ? 2 : 1;
+  static constexpr bool kSplitSub = kTwoBlocks && 128 % Config::kSubN != 0;
+
+  struct alignas(1024) SharedStorage {
+    uint8_t lhs[Config::kNumStages][kLhsBytes];
+    uint8_t rhs[Config::kNumStages][kRhsBytes];
+    uint8_t slabs[Config::kNumConsumers]
+                 [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
+    alignas(128) float lhs_scale[Config::kNumStages][Config::kBlockM < 64 ? 64 : Config::kBlockM];
+    alignas(128) float rhs_scale[Config::kNumStages]
+                                [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
+    alignas(8) Barrier full[Config::kNumStages];
+    alignas(8) Barrier empty[Config::kNumStages];
+  };
+
+  static_assert(kRows % 64 == 0, "a consumer's rows must be whole wgmma tiles of 64");
+  static_assert(Config::kBlockN % Config::kSubN == 0, "kSubN must tile kBlockN");
+  static_assert(Config::kBlockM >= 64 || Config::kNumConsumers == 1,
+                "short tiles have one consumer");
+  static_assert(kBatches % Config::kNumAccums == 0,
+                "accumulators must rotate evenly over a loop trip");
+  static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "clusters are one-dimensional");
+  static_assert(Config::kBlockN <= 128 ||
+                    128 % (Config::kBlockN % 128 ? Config::kBlockN - 128 : 128) == 0,
+                "a tile may lie under at most two column blocks");
+  // NOTE: with kBlockM < 64 wgmma reads 64 rows all the same: the rows behind belong to the next
+  // stage or to rhs, stay inside the allocation, and only reach rows of the result that are never
+  // stored.
+  static_assert(Config::kBlockM >= 64 || Config::kNumStages * kRhsBytes >= 8192,
+                "wgmma would read past the storage");
+  static_assert(sizeof(SharedStorage) <= JAX_FP8GEMM_SMEM_BYTES,
+                "the launch must ask for at least the shared memory that the kernel lays out");
+};
+
+}  // namespace jax_fp8gemm
