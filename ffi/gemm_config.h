@@ -1,0 +1,52 @@
+// How one GEMM kernel is compiled: what a config may be, and what follows from it.
+
+#ifndef JAX_FP8GEMM_GEMM_CONFIG_H_
+#define JAX_FP8GEMM_GEMM_CONFIG_H_
+
+#include <cstdint>
+#include <string>
+
+#include "jit.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+
+// The attribute `config`: all that is compiled in, and num_sms. A tile is what one CTA computes.
+struct GemmConfig {
+  int32_t block_m, block_n;      // the tile
+  int32_t sub_n;                 // columns of one wgmma
+  int32_t num_consumers;         // warpgroups that share the rows of the tile
+  int32_t num_accums;            // wgmma batches in flight, per consumer
+  int32_t num_stages;            // k-blocks of 128 that shared memory holds
+  int32_t num_slabs;             // per consumer, 8 KiB each to stage out for TMA; 0: store directly
+  int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
+  int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
+  int32_t out_f32;               // out is f32, otherwise bf16
+  int32_t accumulate;            // out = accum + product; f32 only
+  int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
+  int32_t num_sms;               // CTAs to launch at most; not compiled in
+};
+
+// Elements of k that share a scale; the k of one stage.
+constexpr int64_t kScaleBlock = 128;
+
+// A slab stages 64 rows of 128 bytes of out.
+constexpr int64_t kSlabRows = 64, kSlabRowBytes = 128, kSlabBytes = kSlabRows * kSlabRowBytes;
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The symbol of the kernel; carries every field but num_sms.
+std::string GemmKernelName(const GemmConfig& config);
+
+// Dynamic shared memory of a CTA.
+int64_t GemmSmemBytes(const GemmConfig& config);
+
+// InvalidArgument, with the rule and the config, if no kernel can be built from it or launched.
+ffi::Error CheckGemmConfig(const GemmConfig& config);
+
+// The translation unit of a config that CheckGemmConfig accepts.
+KernelSource GemmSource(const GemmConfig& config);
+
+}  // namespace jax_fp8gemm
+
+#endif  // JAX_FP8GEMM_GEMM_CONFIG_H_
