@@ -22,7 +22,8 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   // drains meanwhile.
   constexpr int kChunk = kNumSlabs >= kTotal ? kTotal : (kNumSlabs > 1 ? kNumSlabs / 2 : 1);
   constexpr int kPending = kNumSlabs >= kTotal ? 0 : kNumSlabs / kChunk - 1;
-  static_assert(kTotal % kChunk == 0, "chunks of slabs must tile the warpgroup's output");
+  static_assert(kNumSlabs >= kTotal || kTotal % kNumSlabs == 0,
+                "slabs must hold a warpgroup's output or tile it: the next tile starts at slab 0");
   const bool is_store_warp = warp == 0;
   const int local_row = warp * 16 + (kIsF32 ? lane / 4 : lane % 16);
 #pragma unroll
@@ -71,6 +72,14 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   }
 }
 
+// NOTE: flushes subnormal f32 to zero because the addition by TMA does (PTX ISA,
+// cp.reduce.async.bulk): a result must not depend on how it is stored.
+__device__ __forceinline__ float add_ftz(float a, float b) {
+  float sum;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+
 // Stores the tile of one consumer warpgroup straight from registers: the four lanes that share a
 // row write 32 (f32) or 16 (bf16) neighbouring bytes. n is a multiple of 8, so a pair of columns is
 // inside or outside as a whole.
@@ -91,7 +100,7 @@ __device__ __forceinline__ void store_direct(void* out, const float* accum,
               make_float2(promoted[mi][4 * j + 2 * half], promoted[mi][4 * j + 2 * half + 1]);
           if constexpr (kAccumulate) {
             const float2 old = *reinterpret_cast<const float2*>(accum + offset + 8 * j);
-            pair = make_float2(old.x + pair.x, old.y + pair.y);
+            pair = make_float2(add_ftz(old.x, pair.x), add_ftz(old.y, pair.y));
           }
           if constexpr (kIsF32) {
             *reinterpret_cast<float2*>(static_cast<float*>(out) + offset + 8 * j) = pair;
