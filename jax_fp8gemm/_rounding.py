@@ -45,8 +45,9 @@ def quantize_blocks(x, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.A
     scale, reciprocal = lax.optimization_barrier((scale, reciprocal))
     is_nan = jnp.isnan(scale)[:, None, :, None]
     values = _round_to_fp8(blocks * reciprocal[:, None, :, None], e5m2)
-    nan = lax.bitcast_convert_type(_NAN_VALUE, values.dtype)
-    values = jnp.where(is_nan, nan, values)
+    # Chosen among bytes: XLA on GPU may select FP8 through another type and change a NaN's payload.
+    bits = jnp.where(is_nan, _NAN_VALUE, lax.bitcast_convert_type(values, jnp.uint8))
+    values = lax.bitcast_convert_type(bits, values.dtype)
     return [values.reshape(padded.shape)[:m, :k], scale]
 
 
