@@ -92,7 +92,7 @@ FAMILY_CONFIGS = [(name, config) for name in FAMILIES for config in _tile_config
 
 def precompile() -> None:
     """Compiles every e4m3 kernel into the disk cache, on all cores."""
-    command = [sys.executable, "-m", "jax_fp8gemm", "precompile"]
+    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "precompile"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -151,7 +151,7 @@ def _run(case: Case, operands: tuple[np.ndarray, ...]) -> np.ndarray:
     out = jf.scaled_matmul(
         jf.ScaledArray(lhs, lhs_scale, block=(1, SCALE_BLOCK)),
         jf.ScaledArray(rhs, rhs_scale, block=(1 if case.is_1d1d else SCALE_BLOCK, SCALE_BLOCK)),
-        preferred_element_type=jnp.float32,
+        out_dtype=jnp.float32,
         implementation="cuda",
     )
     return np.asarray(out)
