@@ -41,8 +41,11 @@ def test_bits_on_all_shapes(shape, block, axis):
     assert_quantized(quantize(jnp.asarray(x), block=block, axis=axis), x, block, axis, E4M3)
 
 
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dtype, pow2", FORMATS)
+@pytest.mark.parametrize(
+    "x_dtype, dtype, pow2",
+    [(jnp.float32, *fmt) for fmt in FORMATS]
+    + [(jnp.bfloat16, E4M3, False), (jnp.float16, E5M2, True)],
+)
 @pytest.mark.parametrize("block, axis", [ROWS, COLUMNS, SQUARE])
 def test_bits_of_all_formats(block, axis, dtype, pow2, x_dtype):
     x = wide((130, 260), x_dtype)
