@@ -61,6 +61,16 @@ struct Consumer {
       ++k_block;
     };
 
+    auto read_columns = [&](uint32_t stage, int ni) {
+#pragma unroll
+      for (int j = 0; j < Config::kSubN / 8; ++j) {
+        const float2 pair = *reinterpret_cast<const float2*>(
+            &shared.rhs_scale[stage][ni * Config::kSubN + 8 * j + 2 * (lane % 4)]);
+        rhs_columns[2 * j] = pair.x;
+        rhs_columns[2 * j + 1] = pair.y;
+      }
+    };
+
     // Queue one batch on the tensor cores.
     auto issue = [&](int batch) {
       const int sub = batch % Tile::kSubs;
@@ -88,6 +98,9 @@ struct Consumer {
         Wgmma<Config::kSubN>::template run<false>(d, lhs + step * 2, rhs + step * 2);
       }
       wgmma_commit();
+      if constexpr (Tile::kReadColumnsEarly) {
+        if (sub % Tile::kMSubs == 0) read_columns(blocks[0].stage, sub / Tile::kMSubs);
+      }
       if (Tile::kPrepareEarly && sub == Tile::kSubs - 1 && k_block < num_k_blocks) prepare(next);
     };
 
@@ -110,17 +123,7 @@ struct Consumer {
         float* sums = promoted[mi] + ni * Tile::kSubRegs;
         const KBlock& block = blocks[batch / Tile::kSubs];
         wgmma_pin(d);
-        if constexpr (Config::kIs1d1d) {
-          if (mi == 0) {
-#pragma unroll
-            for (int j = 0; j < Config::kSubN / 8; ++j) {
-              const float2 pair = *reinterpret_cast<const float2*>(
-                  &shared.rhs_scale[block.stage][ni * Config::kSubN + 8 * j + 2 * (lane % 4)]);
-              rhs_columns[2 * j] = pair.x;
-              rhs_columns[2 * j + 1] = pair.y;
-            }
-          }
-        }
+        if (Config::kIs1d1d && !Tile::kReadColumnsEarly && mi == 0) read_columns(block.stage, ni);
         if (sub == Tile::kSubs - 1) {
           release(block.stage, lane);
         }
