@@ -6,6 +6,8 @@
 #include <exception>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "xla/ffi/api/ffi.h"
@@ -14,12 +16,26 @@ namespace jax_fp8gemm {
 
 namespace ffi = xla::ffi;
 
-// Concatenates anything that can be written to a stream.
+// Appends anything that can be written to a stream; a stream costs microseconds, so text and
+// integers go without: names of kernels are put together in every call.
+template <typename T>
+void Append(std::string& text, const T& value) {
+  if constexpr (std::is_convertible_v<const T&, std::string_view>) {
+    text += std::string_view(value);
+  } else if constexpr (std::is_integral_v<T> && sizeof(T) > 1) {
+    text += std::to_string(value);
+  } else {
+    std::ostringstream out;
+    out << value;
+    text += out.str();
+  }
+}
+
 template <typename... Args>
 std::string StrCat(const Args&... args) {
-  std::ostringstream out;
-  (out << ... << args);
-  return out.str();
+  std::string text;
+  (Append(text, args), ...);
+  return text;
 }
 
 // A failed ffi::Error on its way out of a function: converts to ffi::Error and to any ffi::ErrorOr,
