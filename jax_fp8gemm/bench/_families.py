@@ -43,7 +43,7 @@ def cases(family: str, shapes: Sequence[Shape]) -> list[Case]:
 
 def _dense(shape: Shape) -> Case:
     def build() -> Call:
-        lhs = _rows(normal(shape.m, shape.k, seed=0))
+        lhs = quantize_rows(normal(shape.m, shape.k, seed=0))
         rhs = _blocks(normal(shape.n or 0, shape.k, seed=1))
         multiply = jax.jit(functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.bfloat16))
         return Call(lambda: multiply(lhs, rhs), jax_queue(), GEMM_KERNEL)
@@ -57,8 +57,8 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
     """lhs^T x dout over tokens (k), both stored token-minor with 1x128 scales, f32 result."""
 
     def build() -> Call:
-        lhs = _rows(normal(shape.m, shape.k, seed=0))
-        rhs = _rows(normal(shape.n or 0, shape.k, seed=1))
+        lhs = quantize_rows(normal(shape.m, shape.k, seed=0))
+        rhs = quantize_rows(normal(shape.n or 0, shape.k, seed=1))
         multiply = functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.float32)
         if not accumulate:
             plain = jax.jit(multiply)
@@ -112,7 +112,7 @@ _QUANTIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _rows(x: jax.Array) -> jax_fp8gemm.ScaledArray:
+def quantize_rows(x: jax.Array) -> jax_fp8gemm.ScaledArray:
     """Quantised, its scale laid out as the kernel reads it: XLA then adds no copy to the call."""
     quantized = _quantize_rows(x)
     rows_minor = Format(Layout(major_to_minor=(1, 0)), quantized.scale.sharding)
