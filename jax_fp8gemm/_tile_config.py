@@ -3,7 +3,7 @@
 A config changes the speed of a product, never its bits. The choice is a pure function of static
 shapes and the number of multiprocessors, made when lowering and baked into the executable:
 
-    time = waves * (num_k_blocks * k_block + epilogue) + launch, at least the bytes over bandwidth
+    time = waves * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 
 with the constants below, fitted to an H200 (docs/experiments.md), after a look into the table of
 measured overrides.
@@ -22,6 +22,8 @@ import numpy as np
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 3.0  # launch, first loads, drain
+_WAVE_US = 0.3  # of waiting for the slowest tile
+_NOT_HIDDEN = 0.1  # part of the shorter of computing and moving bytes that adds to the longer
 _L2_BYTES_PER_CLOCK = 50  # L2 to one multiprocessor, all of them loading
 _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long copy reaches 4.2e6
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
@@ -104,13 +106,8 @@ _BY_TILE = {(c.block_m, c.block_n, c.cluster_m, c.cluster_n): c for c in CONFIGS
 # (m, n, k, is_1d1d) -> (block_m, block_n, cluster_m, cluster_n), measured on an H200 with 132
 # multiprocessors where the model's choice was slower: docs/experiments.md.
 _OVERRIDES: dict[tuple[int, int, int, bool], tuple[int, int, int, int]] = {
-    (8, 7168, 16384, False): (16, 56, 1, 1),
     (64, 24576, 1536, False): (64, 64, 1, 1),
-    (128, 24576, 1536, False): (128, 256, 1, 1),
     (128, 32768, 512, False): (128, 128, 1, 1),
-    (4096, 24576, 1536, False): (128, 256, 1, 1),
-    (7168, 2048, 4096, True): (192, 128, 1, 1),
-    (4096, 7168, 4096, True): (192, 128, 1, 1),
 }
 
 _forced: list[TileConfig] = []
@@ -148,8 +145,8 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     if measured is not None:
         return _BY_TILE[measured]
     candidates = [c for c in CONFIGS if c.cluster_m * c.cluster_n == 1]
-    if m > 16:
-        candidates = [c for c in candidates if c.block_m >= 64]
+    rows = 16 if m <= 16 else math.ceil(m / 64) * 64
+    candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
     return min(candidates, key=lambda c: _time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
 
 
@@ -175,4 +172,6 @@ def _time_us(
     epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK
     tile_clocks = math.ceil(k / _SCALE_BLOCK) * k_block + epilogue
     dram_us = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
-    return max(waves * tile_clocks / _CLOCK_MHZ, dram_us) + _LAUNCH_US
+    compute_us = waves * tile_clocks / _CLOCK_MHZ
+    overlap = _NOT_HIDDEN * min(compute_us, dram_us)
+    return max(compute_us, dram_us) + overlap + waves * _WAVE_US + _LAUNCH_US

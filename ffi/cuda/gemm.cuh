@@ -53,8 +53,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage],
-                    full_arrivals(Config::kIs1d1d, is_scale_aligned(params.m)));
+      mbarrier_init(&shared.full[stage], full_arrivals(Config::kIs1d1d, params.m));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
@@ -75,7 +74,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     Producer<Config, Scheduler> producer{params, shared, num_k_blocks};
     if (warp == 0) {
       if (elect_one()) producer.load_by_tma();
-    } else if (warp == 1 && (!Config::kIs1d1d || !is_scale_aligned(params.m))) {
+    } else if (warp == 1 && (!Config::kIs1d1d || num_copy_lanes(params.m) > 0)) {
       producer.load_scales();
     }
   } else {

@@ -21,15 +21,16 @@ struct RingCursor {
   }
 };
 
-// Whether TMA can load row scales, [k/128][num_rows] in memory: its strides are multiples of 16
-// bytes.
-__device__ constexpr bool is_scale_aligned(int num_rows) { return num_rows % 4 == 0; }
+// Lanes that copy the lhs scales: none where TMA can, whose strides are multiples of 16 bytes
+// ([k/128][num_rows] in memory); else one a row, up to a warp.
+__device__ constexpr int num_copy_lanes(int num_rows) {
+  return num_rows % 4 == 0 ? 0 : (num_rows < 32 ? num_rows : 32);
+}
 
 // Arrivals that complete a phase of the full barrier: the TMA lane, which announces the bytes; in
-// 1d2d the lane that stores the block scales; without TMA for the lhs scales, each lane of the warp
-// that copies them.
-__device__ constexpr int full_arrivals(bool is_1d1d, bool is_lhs_scale_aligned) {
-  return 1 + (is_1d1d ? 0 : 1) + (is_lhs_scale_aligned ? 0 : 32);
+// 1d2d the lane that stores the block scales; each lane that copies lhs scales.
+__device__ constexpr int full_arrivals(bool is_1d1d, int num_rows) {
+  return 1 + (is_1d1d ? 0 : 1) + num_copy_lanes(num_rows);
 }
 
 // Arrivals that complete a phase of the empty barrier: every consumer warp of every CTA that the

@@ -22,7 +22,7 @@ struct Producer {
   __device__ __forceinline__ void load_by_tma() {
     Scheduler scheduler(params.m, params.n, params.raster);
     const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
-    const bool is_lhs_scale_aligned = is_scale_aligned(params.m);
+    const bool is_lhs_scale_aligned = num_copy_lanes(params.m) == 0;
     Ring ring;
     while (scheduler.next_block()) {
       const int row = scheduler.block_m_idx * Config::kBlockM;
@@ -54,7 +54,7 @@ struct Producer {
   // behind the operands of several stages on their way from the L2.
   __device__ __forceinline__ void load_scales() {
     const int lane = threadIdx.x % 32;
-    const bool is_lhs_scale_aligned = is_scale_aligned(params.m);
+    const int num_lanes = num_copy_lanes(params.m);
     Scheduler scheduler(params.m, params.n, params.raster);
     ColumnScales block_scales;
     Ring ring;
@@ -71,12 +71,12 @@ struct Producer {
                          is_last ? 0 : k_block + 32);
         }
         mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-        if (!is_lhs_scale_aligned) {
+        if (lane < num_lanes) {
           copy_row_scales<Config::kBlockM>(shared.lhs_scale[ring.stage], lhs_scale, row, params.m,
                                            lane);
           cp_async_arrive(&shared.full[ring.stage]);
-          lhs_scale += params.m;
         }
+        lhs_scale += params.m;
         if (!Config::kIs1d1d && lane == k_block % 32) {
 #pragma unroll
           for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
