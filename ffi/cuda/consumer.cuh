@@ -57,6 +57,7 @@ struct Consumer {
           }
         }
       }
+      if constexpr (Tile::kFenceEarly) fence_proxy_async_shared();
       ring.advance();
       ++k_block;
     };
@@ -99,7 +100,10 @@ struct Consumer {
       }
       wgmma_commit();
       if constexpr (Tile::kReadColumnsEarly) {
-        if (sub % Tile::kMSubs == 0) read_columns(blocks[0].stage, sub / Tile::kMSubs);
+        if (sub % Tile::kMSubs == 0) {
+          read_columns(blocks[0].stage, sub / Tile::kMSubs);
+          fence_proxy_async_shared();
+        }
       }
       if (Tile::kPrepareEarly && sub == Tile::kSubs - 1 && k_block < num_k_blocks) prepare(next);
     };
@@ -206,6 +210,7 @@ struct Consumer {
   // Tells the producer of every CTA that shares the stage that this warp is done with it.
   __device__ __forceinline__ void release(uint32_t stage, int lane) {
     Barrier* empty = &shared.empty[stage];
+    if constexpr (!Tile::kFenceEarly) fence_proxy_async_shared();
     __syncwarp();  // every lane has read its scales
     if constexpr (Config::kClusterSize == 1) {
       if (lane == 0) mbarrier_arrive(empty);
