@@ -39,10 +39,15 @@ struct Consumer {
     float accum[Config::kNumAccums][Tile::kSubRegs];
     float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
     KBlock blocks[Tile::kGroup], next;
+    int late_stage = -1;            // kReleaseLate: read, and still to be given back
     uint32_t lhs_stage, rhs_stage;  // descriptors of the k-block being queued
 
     // Wait for the next k-block and read its scales.
     auto prepare = [&](KBlock& block) {
+      if (Tile::kReleaseLate && late_stage >= 0) {
+        release(late_stage, lane);
+        late_stage = -1;
+      }
       mbarrier_wait(&shared.full[ring.stage], ring.phase);
       block.stage = ring.stage;
 #pragma unroll
@@ -129,7 +134,11 @@ struct Consumer {
         wgmma_pin(d);
         if (Config::kIs1d1d && !Tile::kReadColumnsEarly && mi == 0) read_columns(block.stage, ni);
         if (sub == Tile::kSubs - 1) {
-          release(block.stage, lane);
+          if constexpr (Tile::kReleaseLate) {
+            late_stage = block.stage;
+          } else {
+            release(block.stage, lane);
+          }
         }
         if constexpr (Config::kIs1d1d) {
           promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
