@@ -39,15 +39,10 @@ struct Consumer {
     float accum[Config::kNumAccums][Tile::kSubRegs];
     float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
     KBlock blocks[Tile::kGroup], next;
-    int late_stage = -1;            // kReleaseLate: read, and still to be given back
     uint32_t lhs_stage, rhs_stage;  // descriptors of the k-block being queued
 
     // Wait for the next k-block and read its scales.
     auto prepare = [&](KBlock& block) {
-      if (Tile::kReleaseLate && late_stage >= 0) {
-        release(late_stage, lane);
-        late_stage = -1;
-      }
       mbarrier_wait(&shared.full[ring.stage], ring.phase);
       block.stage = ring.stage;
 #pragma unroll
@@ -62,7 +57,6 @@ struct Consumer {
           }
         }
       }
-      if constexpr (Tile::kFenceEarly) fence_proxy_async_shared();
       ring.advance();
       ++k_block;
     };
@@ -105,10 +99,7 @@ struct Consumer {
       }
       wgmma_commit();
       if constexpr (Tile::kReadColumnsEarly) {
-        if (sub % Tile::kMSubs == 0) {
-          read_columns(blocks[0].stage, sub / Tile::kMSubs);
-          fence_proxy_async_shared();
-        }
+        if (sub % Tile::kMSubs == 0) read_columns(blocks[0].stage, sub / Tile::kMSubs);
       }
       if (Tile::kPrepareEarly && sub == Tile::kSubs - 1 && k_block < num_k_blocks) prepare(next);
     };
@@ -134,11 +125,7 @@ struct Consumer {
         wgmma_pin(d);
         if (Config::kIs1d1d && !Tile::kReadColumnsEarly && mi == 0) read_columns(block.stage, ni);
         if (sub == Tile::kSubs - 1) {
-          if constexpr (Tile::kReleaseLate) {
-            late_stage = block.stage;
-          } else {
-            release(block.stage, lane);
-          }
+          release(block.stage, lane);
         }
         if constexpr (Config::kIs1d1d) {
           promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
@@ -219,7 +206,6 @@ struct Consumer {
   // Tells the producer of every CTA that shares the stage that this warp is done with it.
   __device__ __forceinline__ void release(uint32_t stage, int lane) {
     Barrier* empty = &shared.empty[stage];
-    if constexpr (!Tile::kFenceEarly) fence_proxy_async_shared();
     __syncwarp();  // every lane has read its scales
     if constexpr (Config::kClusterSize == 1) {
       if (lane == 0) mbarrier_arrive(empty);

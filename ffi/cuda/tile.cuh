@@ -42,12 +42,6 @@ struct Tile {
   static constexpr bool kReadColumnsEarly =
       Config::kIs1d1d && kPrepareEarly && Config::kNumConsumers < 3 &&
       kMSubs * Config::kBlockN / 2 + kSubRegs + kSubRegs / 2 <= 176;
-  // Scales that TMA loaded are read by ordinary loads, and TMA will overwrite them: a fence, some
-  // 30 cycles, must stand between a thread's reads and its giving back the stage. It is hidden
-  // under a multiplication: right after the reads where those are, else by giving back the stage
-  // only when the next k-block is being multiplied.
-  static constexpr bool kFenceEarly = kPrepareEarly && (!Config::kIs1d1d || kReadColumnsEarly);
-  static constexpr bool kReleaseLate = kPrepareEarly && !kFenceEarly;
   // k-blocks of one loop trip: as few as make its batches a multiple of the accumulators.
   static constexpr int kGroup = kSubs % Config::kNumAccums == 0 ? 1 : Config::kNumAccums;
   static constexpr int kBatches = kGroup * kSubs;
