@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();
-    Consumer<Config, Scheduler>{params, shared, num_k_blocks}.run(warpgroup);
+    Consumer<Config, Scheduler>(params, shared, num_k_blocks, warpgroup).run();
     if constexpr (Config::kNumSlabs > 0) {
       if (threadIdx.x / 32 % 4 == 0 && elect_one()) tma_store_wait_read<0>();
     }
