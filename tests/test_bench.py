@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8gemm import _ffi, bench
+from jax_fp8gemm import _ffi, _tile_config, bench
 from jax_fp8gemm.bench import (
     _cli,
     _cupti,
@@ -20,6 +20,7 @@ from jax_fp8gemm.bench import (
     _reference,
     _report,
     _run,
+    _tiles,
     _timer,
 )
 from jax_fp8gemm.bench._cupti import Activity
@@ -258,3 +259,29 @@ def test_cupti_times_jax_kernels():
     assert timing.timer == "cupti" and 300 < timing.us < 3000 and timing.other_us == 0
     sustained = _timer.measure_sustained(call, seconds=0.05)
     assert sustained.timer == "cupti" and 0.5 < sustained.us / timing.us < 2
+
+
+def test_tile_text_is_read_back():
+    for config in _tile_config.CONFIGS:
+        assert _tiles.parse_tile(_families.tile_text(config)) == config
+
+
+@pytest.mark.parametrize("text", ["128x256", "128x256/128 w2 a1 s3 d4", "x"])
+def test_tile_text_that_cannot_be_read(text, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["dense", "--tile", text])
+    assert f"got '{text}'" in capsys.readouterr().err
+
+
+def test_tiles_are_refused_where_there_are_none(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["quantize", "--tile", "all"])
+    assert "--tile is for dense and wgrad; got quantize" in capsys.readouterr().err
+
+
+def test_every_case_runs_with_every_tile():
+    shapes = [Shape(128, 256, 512), Shape(64, 128, 256)]
+    tiles = ["all", "192x128/64 w3 a1 s4 d2 c1x1"]
+    rows = list(_tiles.with_tiles(_families.cases("dense", shapes), tiles))
+    assert len(rows) == len(shapes) * (len(_tile_config.CONFIGS) + 1)
+    assert rows[-1].config == tiles[-1]

@@ -16,6 +16,7 @@ from jax_fp8gemm.bench._problem import Shape, default_shapes, parse_shape
 from jax_fp8gemm.bench._reference import load_reference
 from jax_fp8gemm.bench._report import document, results_path, write_json
 from jax_fp8gemm.bench._run import Device, Options, copy_gbps, run
+from jax_fp8gemm.bench._tiles import parse_tile, with_tiles
 from jax_fp8gemm.bench._timer import measure, measure_sustained
 
 _PEERS = (
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shapes = _shapes(arguments)
         peers = _peers(arguments)
+        _check_tiles(arguments)
         reference = load_reference(arguments.compare)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         time = functools.partial(measure, repeat=arguments.repeat)
         rows = cases(arguments.family, shapes)
+        if arguments.tile:
+            rows = list(with_tiles(rows, arguments.tile))
     if arguments.sustained:
         time = measure_sustained
     run(arguments.family, rows, Options(table, time, peers, files, reference), device)
@@ -71,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         help="default rows with m <= 512, m >= 1024, or all",
     )
+    tile = "tile config to force, as the table prints it, or 'all'; may be repeated"
+    add("--tile", action="append", default=[], help=tile)
     add("--repeat", type=int, default=20, help="calls to take the median of")
     add("--sustained", action="store_true", help="queue back to back for 0.4 s and take the mean")
     add("--peers", help=f"comma-separated, of {', '.join(_PEERS)}; default: all")
@@ -103,6 +109,14 @@ def _peers(arguments: argparse.Namespace) -> Sequence[str]:
     if unknown := sorted(set(peers) - set(_PEERS)):
         raise ValueError(f"bench: --peers must be of {', '.join(_PEERS)}; got {unknown[0]}")
     return peers
+
+
+def _check_tiles(arguments: argparse.Namespace) -> None:
+    if arguments.tile and arguments.family not in ("dense", "wgrad"):
+        raise ValueError(f"bench: --tile is for dense and wgrad; got {arguments.family}")
+    for text in arguments.tile:
+        if text != "all":
+            parse_tile(text)
 
 
 def _run_host(device: str, files: Sequence[pathlib.Path]) -> None:

@@ -130,8 +130,12 @@ def _labels(shape: Shape) -> dict[str, Any]:
 
 
 def _config_text(shape: Shape, **how: bool) -> str:
-    """The tile config in short; docs/benchmarks.md says how to read it."""
     c = _tile_config.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
+    return tile_text(c)
+
+
+def tile_text(c: _tile_config.TileConfig) -> str:
+    """The tile config in short; docs/benchmarks.md says how to read it."""
     return (
         f"{c.block_m}x{c.block_n}/{c.sub_n} w{c.num_consumers} a{c.num_accums} s{c.num_stages} "
         f"d{c.num_slabs} c{c.cluster_m}x{c.cluster_n}"

@@ -1,0 +1,41 @@
+"""Tile configs in short text, and cases that run a given one: for tuning."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jax_fp8gemm import _tile_config
+from jax_fp8gemm._tile_config import TileConfig
+from jax_fp8gemm.bench._families import Case, tile_text
+from jax_fp8gemm.bench._timer import Call
+
+_PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)")
+
+
+def parse_tile(text: str) -> TileConfig:
+    """The config that the table prints as `text`, whether or not the heuristic would pick it."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        example = tile_text(_tile_config.CONFIGS[0])
+        raise ValueError(f"bench: --tile must look like '{example}' or be 'all'; got '{text}'")
+    return TileConfig(*map(int, match.groups()))
+
+
+def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
+    """Each case once for each config of `texts`; "all" stands for the heuristic's list."""
+    for case in cases:
+        for text in texts:
+            tiles = _tile_config.CONFIGS if text == "all" else (parse_tile(text),)
+            yield from (_with_tile(case, tile) for tile in tiles)
+
+
+def _with_tile(case: Case, tile: TileConfig) -> Case:
+    def build() -> Call:
+        with _tile_config.override(tile):
+            call = case.build()
+            jax.block_until_ready(call.run())  # lowers, while the override holds
+        return call
+
+    return dataclasses.replace(case, config=tile_text(tile), build=build)
