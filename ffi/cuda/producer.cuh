@@ -32,7 +32,9 @@ struct Producer {
         Barrier* full = &shared.full[ring.stage];
         mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
         // The consumers read the stage's scales by ordinary loads: order those before the TMA
-        // below. NOTE: here, where nobody waits; in the consumers the same fence cost 2-5 %.
+        // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+        // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+        // same fence cost 2-5 %.
         fence_proxy_async_shared();
         mbarrier_arrive_expect_tx(full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes +
                                             (is_lhs_scale_aligned ? Tile::kLhsScaleBytes : 0));
