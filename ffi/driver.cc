@@ -96,7 +96,7 @@ ffi::Error DriverError(const char* expr, const char* file, int line, CUresult re
 
 ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,
                         CUstream stream, void** params) {
-  CUlaunchAttribute attributes[2] = {};
+  CUlaunchAttribute cluster = {};
   CUlaunchConfig config = {};
   config.gridDimX = dims.grid_x;
   config.gridDimY = dims.grid_y;
@@ -106,16 +106,11 @@ ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims&
   config.blockDimZ = 1;
   config.sharedMemBytes = dims.dynamic_smem_bytes;
   config.hStream = stream;
-  config.attrs = attributes;
+  config.attrs = &cluster;
   if (dims.cluster_x > 1) {
-    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attribute.value.clusterDim = {dims.cluster_x, 1, 1};
-  }
-  if (dims.is_programmatic) {
-    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
+    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    cluster.value.clusterDim = {dims.cluster_x, 1, 1};
+    config.numAttrs = 1;
   }
   CU_RETURN_IF_ERROR(
       driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr));

@@ -54,10 +54,7 @@ enum CUtensorMapL2promotion : int { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
 enum CUtensorMapInterleave : int { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
 enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 
-enum CUlaunchAttributeID : int {
-  CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
-  CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
-};
+enum CUlaunchAttributeID : int { CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4 };
 
 union CUlaunchAttributeValue {
   char pad[64];
@@ -65,7 +62,6 @@ union CUlaunchAttributeValue {
   struct {
     unsigned int x, y, z;
   } clusterDim;
-  int programmaticStreamSerializationAllowed;
 };
 
 struct CUlaunchAttribute {
@@ -133,9 +129,6 @@ struct LaunchDims {
   unsigned int block_x;
   unsigned int dynamic_smem_bytes;
   unsigned int cluster_x = 1;
-  // Programmatic dependent launch: the kernel may start before its predecessor in the stream ends,
-  // and must execute griddepcontrol.wait before it reads what that one wrote.
-  bool is_programmatic = false;
 };
 
 // Launches on `stream`. `params` holds one pointer per kernel parameter.
