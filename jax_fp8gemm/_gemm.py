@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm import _checks, _ffi
+from jax_fp8gemm import _checks, _ffi, _tile_config
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -167,8 +167,6 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
 
 
 def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, Any]:
-    from jax_fp8gemm import _tile_config
-
     num_sms = _ffi.num_sms()
     spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=accumulate)
     (m, k), n = lhs.shape, rhs.shape[0]
