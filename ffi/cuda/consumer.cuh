@@ -30,13 +30,13 @@ struct Consumer {
   const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
 
   RingCursor<Config::kNumStages> ring;
-  int k_block = 0;  // of the tile, the next one to prepare
-  KBlock blocks[Tile::kGroup], next;
-  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block being queued
+  KBlock blocks[Tile::kGroup];
+  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
   float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
   float accum[Config::kNumAccums][Tile::kSubRegs];
   float promoted[Tile::kMSubs][Config::kBlockN / 2];
 
+  // NOTE: the shuffle of first_row keeps ptxas from computing it anew in every k-block.
   __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage& shared,
                                       int num_k_blocks, int consumer)
       : params(params),
@@ -45,27 +45,27 @@ struct Consumer {
         consumer(consumer),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32),
-        first_row(consumer * Tile::kRows + warp * 16 + lane / 4),
+        first_row(__shfl_sync(0xffffffff, consumer * Tile::kRows + warp * 16 + lane / 4, lane)),
         lhs_tile(wgmma_descriptor(shared.lhs) +
                  __shfl_sync(0xffffffff, consumer, 0) * (Tile::kRows * Tile::kScaleBlock / 16)),
         rhs_tile(wgmma_descriptor(shared.rhs)) {}
 
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params.m, params.n, params.raster);
-    if (Tile::kTakeTurns && consumer == 1) pass_turn();  // consumer 0 goes first
     while (scheduler.next_block()) {
       const int row = scheduler.block_m_idx * Config::kBlockM;
       const int column = scheduler.block_n_idx * Config::kBlockN;
       clear();
-      k_block = 0;
-      if (row + consumer * Tile::kRows >= params.m) {
+      // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
+      // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
+      // it uniform again.
+      if (__any_sync(0xffffffff, row + consumer * Tile::kRows >= params.m)) {
         skip_tile();
       } else {
         multiply(128 - column % 128);
         store(row + consumer * Tile::kRows, column);
       }
     }
-    if (Tile::kTakeTurns && consumer == 0) await_turn();  // the last pass of the other
   }
 
  private:
@@ -77,33 +77,62 @@ struct Consumer {
     }
   }
 
-  // Below the last row of lhs there is nothing to compute, only turns to pass and stages to return.
+  // Below the last row of lhs there is nothing to compute, only stages to return.
   __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
-    while (k_block < num_k_blocks) {
-      prepare(next);
-      if constexpr (Tile::kTakeTurns) {
-        for (int batch = 0; batch < Tile::kSubs; ++batch) {
-          await_turn();
-          pass_turn();
-        }
-      }
-      release(next.stage);
+    for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
+      mbarrier_wait(&shared.full[ring.stage], ring.phase);
+      release(ring.stage);
+      ring.advance();
     }
   }
 
   // Adds up all k-blocks of a tile. boundary: first column of the tile's second column block.
   __device__ __forceinline__ void multiply(int boundary) {
-    if constexpr (Tile::kPrepareEarly) prepare(next);
+    if constexpr (Config::kNumAccums == 1) {
+      multiply_by_one(boundary);
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < num_k_blocks / Tile::kGroup; ++i) run_batches<-Tile::kAhead>(boundary);
+      for (int i = 0; i < num_k_blocks / Tile::kGroup; ++i) run_batches<-Tile::kAhead>(boundary);
 #pragma unroll 1
-    for (int i = 0; i < num_k_blocks % Tile::kGroup; ++i) {
+      for (int i = 0; i < num_k_blocks % Tile::kGroup; ++i) {
+        prepare(blocks[0]);
+#pragma unroll
+        for (int batch = 0; batch < Tile::kSubs; ++batch) {
+          issue(batch);
+          wgmma_wait<0>();
+          finish(batch, boundary);
+        }
+      }
+    }
+  }
+
+  // With one accumulator a batch is promoted before the next is queued, and only other consumers'
+  // batches keep the tensor cores busy meanwhile: every cycle between a promotion and the next
+  // wgmma counts. So the barrier of the next k-block is tested early in the last promotion, and
+  // waited for only if it was not yet full.
+  __device__ __forceinline__ void multiply_by_one(int boundary) {
+    mbarrier_wait(&shared.full[ring.stage], ring.phase);
+#pragma unroll 1
+    for (int k_block = 1; k_block <= num_k_blocks; ++k_block) {
+      read_scales(blocks[0]);
 #pragma unroll
       for (int batch = 0; batch < Tile::kSubs; ++batch) {
         issue(batch);
+        if constexpr (Tile::kReadColumnsEarly) read_columns(batch);
         wgmma_wait<0>();
-        promote(batch, boundary);
+        if constexpr (!Tile::kReadColumnsEarly) read_columns(batch);
+        if (batch < Tile::kSubs - 1) {
+          promote(batch, boundary);
+        } else {
+          release(ring.stage);
+          ring.advance();
+          const bool is_full = mbarrier_test(&shared.full[ring.stage], ring.phase);
+          promote(batch, boundary);
+          if (!is_full && k_block < num_k_blocks) {
+            mbarrier_wait(&shared.full[ring.stage], ring.phase);
+          }
+        }
       }
     }
   }
@@ -111,29 +140,35 @@ struct Consumer {
   // Promotes batches kBatch .. kBatches-1 of a group, each kAhead batches after it was queued;
   // starts at -kAhead, where there is only queueing to do. NOTE: a group ends with nothing in
   // flight. Carrying wgmma over the back edge of the loop makes ptxas serialise all of them
-  // (C7514); the other consumer's batches cover the gap.
+  // (C7514).
   template <int kBatch>
   __device__ __forceinline__ void run_batches(int boundary) {
     if constexpr (kBatch < Tile::kBatches) {
-      constexpr bool kQueues = kBatch + Tile::kAhead < Tile::kBatches;
-      if constexpr (kQueues) issue(kBatch + Tile::kAhead);
+      constexpr int kNext = kBatch + Tile::kAhead;
+      if constexpr (kNext < Tile::kBatches) {
+        if constexpr (kNext % Tile::kSubs == 0) prepare(blocks[kNext / Tile::kSubs]);
+        issue(kNext);
+      }
       if constexpr (kBatch >= 0) {
-        if constexpr (Tile::kTakeTurns) {
-          // With half a batch left, the other consumer has just time to queue its own behind it.
-          wgmma_wait<1>();
-          pass_turn();
-        }
-        wgmma_wait<(kQueues ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
-        promote(kBatch, boundary);
+        wgmma_wait<(kNext < Tile::kBatches ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
+        finish(kBatch, boundary);
       }
       run_batches<kBatch + 1>(boundary);
     }
   }
 
-  // Waits for the next k-block and reads its scales.
+  // Waits for the next k-block, reads its scales and moves on.
   __device__ __forceinline__ void prepare(KBlock& block) {
     mbarrier_wait(&shared.full[ring.stage], ring.phase);
+    read_scales(block);
+    ring.advance();
+  }
+
+  // Reads the scales of the k-block in the current stage and points the descriptors at it.
+  __device__ __forceinline__ void read_scales(KBlock& block) {
     block.stage = ring.stage;
+    lhs_stage = lhs_tile + ring.stage * (Tile::kLhsBytes / 16);
+    rhs_stage = rhs_tile + ring.stage * (Tile::kRhsBytes / 16);
 #pragma unroll
     for (int mi = 0; mi < Tile::kMSubs; ++mi) {
 #pragma unroll
@@ -146,52 +181,36 @@ struct Consumer {
         }
       }
     }
-    ring.advance();
-    ++k_block;
   }
 
   // Queues one batch on the tensor cores.
   __device__ __forceinline__ void issue(int batch) {
     const int sub = batch % Tile::kSubs;
-    if (sub == 0) {
-      if constexpr (Tile::kPrepareEarly) {
-        blocks[0] = next;
-      } else {
-        prepare(blocks[batch / Tile::kSubs]);
-      }
-      // The shuffle tells the compiler that the descriptors are uniform; else each wgmma costs
-      // four R2UR.
-      const uint32_t stage = __shfl_sync(0xffffffff, blocks[batch / Tile::kSubs].stage, 0);
-      lhs_stage = lhs_tile + stage * (Tile::kLhsBytes / 16);
-      rhs_stage = rhs_tile + stage * (Tile::kRhsBytes / 16);
-    }
     const uint32_t lhs = lhs_stage + sub % Tile::kMSubs * 512;
     const uint32_t rhs = rhs_stage + sub / Tile::kMSubs * (Config::kSubN * 8);
     float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
-    if constexpr (Tile::kTakeTurns) await_turn();
     wgmma_fence();
     Wgmma<Config::kSubN>::template run<true>(d, lhs, rhs);
 #pragma unroll
-    for (int step = 1; step < 4; ++step) {
-      if (Tile::kTakeTurns && step == 2) wgmma_commit();  // the first half, see run_batches
+    for (int step = 1; step < 4; ++step)
       Wgmma<Config::kSubN>::template run<false>(d, lhs + step * 2, rhs + step * 2);
-    }
     wgmma_commit();
-    if constexpr (Tile::kReadColumnsEarly) {
-      if (sub % Tile::kMSubs == 0) read_columns(blocks[0].stage, sub / Tile::kMSubs);
-    }
-    if (Tile::kPrepareEarly && sub == Tile::kSubs - 1 && k_block < num_k_blocks) prepare(next);
   }
 
   // Promotes one finished batch; gives the stage back with the last one of a k-block.
+  __device__ __forceinline__ void finish(int batch, int boundary) {
+    read_columns(batch);
+    if (batch % Tile::kSubs == Tile::kSubs - 1) release(blocks[batch / Tile::kSubs].stage);
+    promote(batch, boundary);
+  }
+
+  // Scales one finished batch and adds it to the sums.
   __device__ __forceinline__ void promote(int batch, int boundary) {
     const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
     float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
     float* sums = promoted[mi] + ni * Tile::kSubRegs;
     const KBlock& block = blocks[batch / Tile::kSubs];
     wgmma_pin(d);
-    if (Config::kIs1d1d && !Tile::kReadColumnsEarly && mi == 0) read_columns(block.stage, ni);
-    if (sub == Tile::kSubs - 1) release(block.stage);
     if constexpr (Config::kIs1d1d) {
       promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
     } else if constexpr (Tile::kSplitSub) {
@@ -203,21 +222,18 @@ struct Consumer {
     }
   }
 
-  // 1d1d: reads the scales of this thread's columns of the ni-th part of the tile.
-  __device__ __forceinline__ void read_columns(uint32_t stage, int ni) {
+  // 1d1d: reads the scales of this thread's columns of a batch, unless the batch before had them.
+  __device__ __forceinline__ void read_columns(int batch) {
+    const int sub = batch % Tile::kSubs, ni = sub / Tile::kMSubs;
+    if (!Config::kIs1d1d || sub % Tile::kMSubs > 0) return;
+    const float* scale = shared.rhs_scale[blocks[batch / Tile::kSubs].stage] + ni * Config::kSubN;
 #pragma unroll
     for (int j = 0; j < Config::kSubN / 8; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(
-          &shared.rhs_scale[stage][ni * Config::kSubN + 8 * j + 2 * (lane % 4)]);
+      const float2 pair = *reinterpret_cast<const float2*>(&scale[8 * j + 2 * (lane % 4)]);
       rhs_columns[2 * j] = pair.x;
       rhs_columns[2 * j + 1] = pair.y;
     }
   }
-
-  // Turns on the tensor cores between two consumers: named barriers 4 and 5, on which the one whose
-  // turn it becomes waits with 128 threads and the other arrives with 128.
-  __device__ __forceinline__ void await_turn() { named_barrier_sync(4 + consumer, 256); }
-  __device__ __forceinline__ void pass_turn() { named_barrier_arrive(4 + (consumer ^ 1), 256); }
 
   // Tells the producer of every CTA that shares the stage that this warp is done with it.
   __device__ __forceinline__ void release(uint32_t stage) {

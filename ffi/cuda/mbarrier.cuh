@@ -42,6 +42,18 @@ __device__ __forceinline__ void mbarrier_arrive_remote(Barrier* barrier, uint32_
       : "memory");
 }
 
+// Whether the phase with this parity has completed.
+__device__ __forceinline__ bool mbarrier_test(Barrier* barrier, uint32_t parity) {
+  uint32_t is_done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(is_done)
+      : "r"(smem_address(barrier)), "r"(parity)
+      : "memory");
+  return is_done != 0;
+}
+
 // Waits until the phase with this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(Barrier* barrier, uint32_t parity) {
   asm volatile(

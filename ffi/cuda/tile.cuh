@@ -30,17 +30,10 @@ struct Tile {
       kMSubs * (Config::kBlockN / Config::kSubN);  // batches of one k-block
   static constexpr int kSubRegs = Config::kSubN / 2;
   static constexpr int kAhead = Config::kNumAccums - 1;
-  // With one accumulator a batch is promoted before the next is queued, so every cycle between them
-  // counts: the next k-block is prepared while the last batch of this one runs.
-  static constexpr bool kPrepareEarly = Config::kNumAccums == 1;
-  // Two consumers with one accumulator each would fall into step: both on the tensor cores, then
-  // both promoting while the tensor cores idle. Taking turns, one promotes while the other
-  // multiplies. 4096x7168x16384, 128x256 tiles, H200: 722 us without turns, 683 us with.
-  static constexpr bool kTakeTurns = Config::kNumConsumers == 2 && Config::kNumAccums == 1;
   // In 1d1d, whether the registers have room for a batch's column scales while it is multiplied;
   // they are then read under the multiplication, not after it.
   static constexpr bool kReadColumnsEarly =
-      Config::kIs1d1d && kPrepareEarly && Config::kNumConsumers < 3 &&
+      Config::kIs1d1d && Config::kNumConsumers < 3 &&
       kMSubs * Config::kBlockN / 2 + kSubRegs + kSubRegs / 2 <= 176;
   // k-blocks of one loop trip: as few as make its batches a multiple of the accumulators.
   static constexpr int kGroup = kSubs % Config::kNumAccums == 0 ? 1 : Config::kNumAccums;
