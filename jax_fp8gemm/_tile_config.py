@@ -29,9 +29,11 @@ _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long co
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
 _TILE_CLOCKS = 300
-# Part of the tensor cores' rate that the main loop reaches: 1d1d promotes twice as much.
+# Part of the tensor cores' rate that the main loop reaches. 1d1d promotes with twice as many
+# instructions, and a second accumulator leaves it no registers for the scales of the columns.
 _EFFICIENCY_1D2D = 0.83
 _EFFICIENCY_1D1D = 0.60
+_EFFICIENCY_1D1D_ACCUMS = 0.45
 # Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
 _SHORT_TILE = 0.6
 
@@ -95,19 +97,18 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(64, 128, 64, 1, 2, 8, 0),
     TileConfig(128, 64, 64, 2, 2, 8, 0),
     TileConfig(128, 128, 64, 2, 2, 5, 2),
+    TileConfig(128, 128, 128, 2, 1, 5, 2),
     TileConfig(128, 256, 128, 2, 1, 3, 4),
     TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )
 
-_BY_TILE = {(c.block_m, c.block_n, c.cluster_m, c.cluster_n): c for c in CONFIGS}
-
-# (m, n, k, is_1d1d) -> (block_m, block_n, cluster_m, cluster_n), measured on an H200 with 132
-# multiprocessors where the model's choice was slower: docs/experiments.md.
-_OVERRIDES: dict[tuple[int, int, int, bool], tuple[int, int, int, int]] = {
-    (64, 24576, 1536, False): (64, 64, 1, 1),
-    (128, 32768, 512, False): (128, 128, 1, 1),
+# (m, n, k, is_1d1d) -> config, measured on an H200 with 132 multiprocessors where the model's
+# choice was slower: docs/experiments.md.
+_OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
+    (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
+    (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
 }
 
 _forced: list[TileConfig] = []
@@ -143,7 +144,7 @@ def override(config: TileConfig) -> Iterator[None]:
 def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int) -> TileConfig:
     measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
     if measured is not None:
-        return _BY_TILE[measured]
+        return measured
     candidates = [c for c in CONFIGS if c.cluster_m * c.cluster_n == 1]
     rows = 16 if m <= 16 else math.ceil(m / 64) * 64
     candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
@@ -162,7 +163,9 @@ def _time_us(
     left = is_short * num_n - (waves * num_sms - full)
     if left > 0:
         waves += _SHORT_TILE * math.ceil(left / num_sms)
-    efficiency = _EFFICIENCY_1D1D if is_1d1d else _EFFICIENCY_1D2D
+    efficiency = _EFFICIENCY_1D2D
+    if is_1d1d:
+        efficiency = _EFFICIENCY_1D1D if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
     rows = max(c.block_m, 64)
     k_block = max(
         rows * c.block_n / 32 / efficiency,

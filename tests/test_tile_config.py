@@ -38,16 +38,14 @@ def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, num_sms
 
 def test_configs_differ_and_overrides_name_them():
     assert len(set(_tile_config.CONFIGS)) == len(_tile_config.CONFIGS)
-    assert len(_tile_config._BY_TILE) == len(_tile_config.CONFIGS)
-    for (m, n, k, is_1d1d), tile in _tile_config._OVERRIDES.items():
-        config = _tile_config.choose(m, n, k, **(WGRAD if is_1d1d else DENSE))
-        assert (config.block_m, config.block_n, config.cluster_m, config.cluster_n) == tile
+    for (m, n, k, is_1d1d), config in _tile_config._OVERRIDES.items():
+        assert config in _tile_config.CONFIGS
+        assert _tile_config.choose(m, n, k, **(WGRAD if is_1d1d else DENSE)) == config
 
 
 def test_overrides_are_for_the_card_they_were_measured_on():
-    (m, n, k, _), tile = next(iter(_tile_config._OVERRIDES.items()))
-    other = _tile_config.choose(m, n, k, **DENSE, num_sms=114)
-    assert (other.block_m, other.block_n) != tile[:2]
+    (m, n, k, _), config = next(iter(_tile_config._OVERRIDES.items()))
+    assert _tile_config.choose(m, n, k, **DENSE, num_sms=114) != config
 
 
 def test_override_holds_within_its_context_and_nests():
