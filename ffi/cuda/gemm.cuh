@@ -8,19 +8,20 @@
 //
 // Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
-//   producer   one warp of the last warpgroup; the others idle
+//   producer   the last warpgroup; warp 0, one lane: everything that TMA can load;
+//              warp 1: the scales that TMA cannot load; warps 2 and 3 idle
 //
 // Pipelines:
 //   full[stage]   arrivals: full_arrivals(), and the TMA bytes; awaited by the consumers
 //   empty[stage]  arrivals: each consumer warp of each CTA in the cluster; awaited by the producer
 //   slabs         each consumer's staging of its output; rewritten once TMA has read it
+//   turns         where kTakeTurns: which consumer may queue wgmma
 // There is no CTA-wide barrier after the start: one consumer's epilogue runs under another's wgmma.
 //
 // Timeline of a consumer: a "batch" is 4 wgmma, k = 128, of one 64 x kSubN part of its tile.
 // Batches go round kNumAccums accumulators: while one is promoted (scaled and added to the f32 sum
 // in registers), the next kNumAccums - 1 are queued on the tensor cores.
 //   queue 1 | queue 2, wait 1, promote 1 | queue 3, wait 2, promote 2 | ...
-// With one accumulator, other consumers' batches run while one is promoted.
 // The tensor cores keep only about 14 bits of a running sum (DeepSeek-V3 report, section 3.3.2),
 // hence a promotion every 128 of k.
 //
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage], full_arrivals(params.m));
+      mbarrier_init(&shared.full[stage], full_arrivals(Config::kIs1d1d, params.m));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
@@ -69,8 +70,12 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   // producer's.
   if (warpgroup == Config::kNumConsumers) {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_dec<Config::kProducerRegs>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0) == 0) {
-      Producer<Config, Scheduler>{params, shared, num_k_blocks}.run();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
+    Producer<Config, Scheduler> producer{params, shared, num_k_blocks};
+    if (warp == 0) {
+      if (elect_one()) producer.load_by_tma();
+    } else if (warp == 1 && (!Config::kIs1d1d || num_copy_lanes(params.m) > 0)) {
+      producer.load_scales();
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();

@@ -27,9 +27,11 @@ __device__ constexpr int num_copy_lanes(int num_rows) {
   return num_rows % 4 == 0 ? 0 : (num_rows < 32 ? num_rows : 32);
 }
 
-// Arrivals that complete a phase of the full barrier: the producer's, which announces the bytes,
-// and one of each lane that copies lhs scales.
-__device__ constexpr int full_arrivals(int num_rows) { return 1 + num_copy_lanes(num_rows); }
+// Arrivals that complete a phase of the full barrier: the TMA lane, which announces the bytes; in
+// 1d2d the lane that stores the block scales; each lane that copies lhs scales.
+__device__ constexpr int full_arrivals(bool is_1d1d, int num_rows) {
+  return 1 + (is_1d1d ? 0 : 1) + num_copy_lanes(num_rows);
+}
 
 // Arrivals that complete a phase of the empty barrier: every consumer warp of every CTA that the
 // stage is shared with. More would deadlock the producer, fewer would let it overwrite operands

@@ -18,10 +18,46 @@ struct Producer {
   typename Tile::SharedStorage& shared;
   int num_k_blocks;
 
-  // One warp: one lane asks TMA for what TMA can load, the others carry the scales that it cannot.
-  // NOTE: when the consumers loaded scales into registers, a k-block ahead, the kernel was 15-20 %
-  // slower: such loads queue behind the operands of several stages on their way from the L2.
-  __device__ __forceinline__ void run() {
+  // The producer's first warp, one lane: everything that TMA can load.
+  __device__ __forceinline__ void load_by_tma() {
+    Scheduler scheduler(params.m, params.n, params.raster);
+    const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    const bool is_lhs_scale_aligned = num_copy_lanes(params.m) == 0;
+    Ring ring;
+    while (scheduler.next_block()) {
+      const int row = scheduler.block_m_idx * Config::kBlockM;
+      const int column = scheduler.block_n_idx * Config::kBlockN;
+#pragma unroll 1
+      for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
+        Barrier* full = &shared.full[ring.stage];
+        mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+        // The consumers read the stage's scales by ordinary loads: order those before the TMA
+        // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+        // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+        // same fence cost 2-5 %.
+        fence_proxy_async_shared();
+        mbarrier_arrive_expect_tx(full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes +
+                                            (is_lhs_scale_aligned ? Tile::kLhsScaleBytes : 0));
+        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
+                                                         k_block, row, rank);
+        load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
+                                                         k_block, column, rank);
+        if (is_lhs_scale_aligned) {
+          tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], row, k_block);
+        }
+        if constexpr (Config::kIs1d1d) {
+          tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], column, k_block);
+        }
+        ring.advance();
+      }
+    }
+  }
+
+  // The producer's second warp: the scales that TMA cannot load. In 1d2d one float per column block
+  // of the tile, and, where m is no multiple of 4, those of the rows. NOTE: when the consumers
+  // loaded scales into registers, a k-block ahead, the kernel was 15-20 % slower: such loads queue
+  // behind the operands of several stages on their way from the L2.
+  __device__ __forceinline__ void load_scales() {
     const int lane = threadIdx.x % 32;
     const int num_lanes = num_copy_lanes(params.m);
     Scheduler scheduler(params.m, params.n, params.raster);
@@ -30,7 +66,6 @@ struct Producer {
     if constexpr (!Config::kIs1d1d) prefetch_chunk(block_scales, scheduler.peek_block_n(), 0);
     while (scheduler.next_block()) {
       const int row = scheduler.block_m_idx * Config::kBlockM;
-      const int column = scheduler.block_n_idx * Config::kBlockN;
       const float* lhs_scale = params.lhs_scale;
 #pragma unroll 1
       for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
@@ -51,38 +86,12 @@ struct Producer {
 #pragma unroll
           for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
             shared.rhs_scale[ring.stage][i] = block_scales.chunk[i];
+          mbarrier_arrive(&shared.full[ring.stage]);
         }
-        __syncwarp();  // orders the scales before the arrival
-        if (elect_one()) load_by_tma(ring.stage, k_block, row, column, num_lanes == 0);
         ring.advance();
       }
     }
     cp_async_wait_all();
-  }
-
- private:
-  // Loads one stage, by one lane.
-  __device__ __forceinline__ void load_by_tma(uint32_t stage, int k_block, int row, int column,
-                                              bool is_lhs_scale_aligned) {
-    const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
-    Barrier* full = &shared.full[stage];
-    // The consumers read the stage's scales by ordinary loads: order those before the TMA below.
-    // It suffices that the fence lies on the path from the reads to the write (PTX ISA, memory
-    // consistency model, causality order). NOTE: nobody waits here; in the consumers the same fence
-    // cost 2-5 %.
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes +
-                                        (is_lhs_scale_aligned ? Tile::kLhsScaleBytes : 0));
-    load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[stage], k_block,
-                                                     row, rank);
-    load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[stage], k_block,
-                                                     column, rank);
-    if (is_lhs_scale_aligned) {
-      tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[stage], row, k_block);
-    }
-    if constexpr (Config::kIs1d1d) {
-      tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[stage], column, k_block);
-    }
   }
 
   // Starts loading the block scales of k-blocks k_block .. k_block + 31 of the tiles at
