@@ -15,13 +15,13 @@
 //   full[stage]   arrivals: full_arrivals(), and the TMA bytes; awaited by the consumers
 //   empty[stage]  arrivals: each consumer warp of each CTA in the cluster; awaited by the producer
 //   slabs         each consumer's staging of its output; rewritten once TMA has read it
-//   turns         where kTakeTurns: which consumer may queue wgmma
 // There is no CTA-wide barrier after the start: one consumer's epilogue runs under another's wgmma.
 //
 // Timeline of a consumer: a "batch" is 4 wgmma, k = 128, of one 64 x kSubN part of its tile.
 // Batches go round kNumAccums accumulators: while one is promoted (scaled and added to the f32 sum
 // in registers), the next kNumAccums - 1 are queued on the tensor cores.
 //   queue 1 | queue 2, wait 1, promote 1 | queue 3, wait 2, promote 2 | ...
+// With one accumulator, other consumers' batches run while one is promoted.
 // The tensor cores keep only about 14 bits of a running sum (DeepSeek-V3 report, section 3.3.2),
 // hence a promotion every 128 of k.
 //
