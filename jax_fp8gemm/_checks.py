@@ -116,3 +116,20 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
             f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "
             f"{block[0]}x{block[1]} block of {name} {short_type(values)}); got {short_type(scale)}"
         )
+
+
+def check_accumulator(
+    op: str, accumulate_into: Any, shape: tuple[int, ...], out_dtype: Any
+) -> None:
+    """ValueError unless `accumulate_into` is f32 of the result's shape, and the result f32."""
+    expected = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if short_type(accumulate_into) != short_type(expected):
+        raise ValueError(
+            f"{op}: accumulate_into must be {short_type(expected)}; "
+            f"got {short_type(accumulate_into)}"
+        )
+    if jnp.dtype(out_dtype) != jnp.float32:
+        raise ValueError(
+            f"{op}: accumulate_into must go with out_dtype float32; "
+            f"got out_dtype {short_dtype(out_dtype)}"
+        )

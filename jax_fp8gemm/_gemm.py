@@ -62,22 +62,8 @@ def scaled_matmul(
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:
-        _check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
+        _checks.check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
     return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
-
-
-def _check_accumulator(op: str, accum: Any, shape: tuple[int, int], out_dtype: Any) -> None:
-    expected = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if _checks.short_type(accum) != _checks.short_type(expected):
-        raise ValueError(
-            f"{op}: accumulate_into must be {_checks.short_type(expected)}; "
-            f"got {_checks.short_type(accum)}"
-        )
-    if jnp.dtype(out_dtype) != jnp.float32:
-        raise ValueError(
-            f"{op}: accumulate_into must go with out_dtype float32; "
-            f"got out_dtype {_checks.short_dtype(out_dtype)}"
-        )
 
 
 @jax.named_scope("fp8gemm_gemm")
@@ -106,7 +92,7 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype
     _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = (lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:
-        _check_accumulator(op, accum_aval, shape, out_dtype)
+        _checks.check_accumulator(op, accum_aval, shape, out_dtype)
     return [jax.ShapeDtypeStruct(shape, out_dtype)]
 
 

@@ -26,7 +26,7 @@ def define_primitive(
     *,
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     reference: Callable[..., Arrays],
-    ffi_call: Callable[..., Arrays],
+    ffi_call: Callable[..., Arrays] | None,
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]],
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> Callable[..., Arrays]:
@@ -36,7 +36,7 @@ def define_primitive(
       name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
       shape_rule: (*avals, **params) -> the result types; raises on bad operands.
       reference: (*operands, **params) -> results, in plain JAX.
-      ffi_call: the same by jax.ffi.ffi_call.
+      ffi_call: the same by jax.ffi.ffi_call; None where there is no kernel yet.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
         the used results and as few others as possible, named by their old indices.
@@ -63,9 +63,11 @@ def define_primitive(
 
     def lower_cuda(ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else _unusable_reason()
+        if ffi_call is None and implementation != "xla":
+            reason = f"{op} has no kernel yet"
         if reason is not None:
             _fall_back(op, implementation, reason)
-        if implementation == "xla" or reason is not None:
+        if implementation == "xla" or reason is not None or ffi_call is None:
             return lower_reference(ctx, *operands, implementation=implementation, **params)
         return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
 

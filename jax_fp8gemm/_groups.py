@@ -1,0 +1,82 @@
+"""Groups of rows: what group_sizes means, to the row, for every grouped op.
+
+Group i is the next group_sizes[i] rows after those of the groups before it, the first one after
+`first_row` rows. Bad sizes are harmless: a negative one counts as 0, and a group that would end
+past the last row ends there. All of it is computed on the device; the host never reads a size.
+
+A contraction over the rows of each group reads them from an array whose columns are tokens. There
+every group starts at a multiple of 128, so that no scale block spans two groups, and its last block
+is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks
+
+_BLOCK = _checks.SCALE_BLOCK
+_MAX_GROUPS = 1024
+_SIZE_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
+
+
+def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) -> None:
+    """Raises unless group_sizes is int32 or int64 (g,), with g = num_groups where that is given."""
+    _checks.check_dtype(op, "group_sizes", group_sizes, _SIZE_DTYPES)
+    _checks.check_ndim(op, "group_sizes", group_sizes, 1, "(g,)")
+    (g,) = group_sizes.shape
+    if num_groups is not None and g != num_groups:
+        raise ValueError(
+            f"{op}: group_sizes must have one size for each of the {num_groups} groups of rhs; "
+            f"got group_sizes {_checks.short_type(group_sizes)}"
+        )
+    if not 1 <= g <= _MAX_GROUPS:
+        raise ValueError(
+            f"{op}: group_sizes must have 1 to {_MAX_GROUPS} groups; "
+            f"got group_sizes {_checks.short_type(group_sizes)}"
+        )
+
+
+def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """First row of each group and the row after its last, both int32 (g,) in 0..m."""
+    # NOTE: sizes and sums are clamped at every step; sums of int32 sizes would overflow otherwise.
+    first = jnp.clip(first_row.reshape(()).astype(jnp.int32), 0, m)
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    saturating_add = lambda a, b: jnp.minimum(a + b, m)
+    ends = saturating_add(first, jax.lax.associative_scan(saturating_add, sizes))
+    return jnp.concatenate([first[None], ends[:-1]]), ends
+
+
+def group_of_rows(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
+    """The group of each of m rows, int32 (m,); g for a row of no group."""
+    (g,) = group_sizes.shape
+    starts, ends = row_ranges(group_sizes, first_row, m)
+    rows = jnp.arange(m, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    return jnp.where(rows < starts[0], g, group)
+
+
+def ragged_extent(m: int, num_groups: int) -> int:
+    """Columns that hold m tokens in groups that each start at a multiple of 128, whatever sizes."""
+    return (m + (_BLOCK - 1) * num_groups) // _BLOCK * _BLOCK
+
+
+def column_starts(starts: jax.Array, ends: jax.Array) -> jax.Array:
+    """First column of each group, int32 (g,): multiples of 128, given its row range."""
+    blocks = (ends - starts + _BLOCK - 1) // _BLOCK
+    return (jnp.cumsum(blocks) - blocks) * _BLOCK
+
+
+def rows_of_columns(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
+    """The row whose values each column holds, int32 (ragged_extent,); m where it holds zeros."""
+    (g,) = group_sizes.shape
+    starts, ends = row_ranges(group_sizes, first_row, m)
+    offsets = column_starts(starts, ends)
+    columns = jnp.arange(ragged_extent(m, g), dtype=jnp.int32)
+    # The last group that starts at or before the column; empty groups hold no column.
+    group = jnp.searchsorted(offsets, columns, side="right") - 1
+    rows = starts[group] + columns - offsets[group]
+    return jnp.where(rows < ends[group], rows, m)

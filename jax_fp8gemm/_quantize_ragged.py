@@ -1,0 +1,135 @@
+"""quantize_ragged: quantisation along the rows of each group, for a contraction over them.
+
+The columns of the result are the tokens of the groups, laid out as _groups.py says; values and
+scales are those of quantize(axis=-2) for each group alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._scaled_array import ScaledArray
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_BLOCK = _checks.SCALE_BLOCK
+
+
+def quantize_ragged(
+    x: Float[Array, "m k"],
+    group_sizes: Int[Array, " g"],
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    pow2_scale: bool = False,
+    implementation: Implementation = None,
+) -> ScaledArray:
+    """Quantises the columns of x, each group's rows apart: an operand of scaled_ragged_wgrad.
+
+    Args:
+      x: (m, k) bf16, f16 or f32, rows sorted by group.
+      group_sizes: (g,) int32 or int64: rows of each group, in order. A negative size counts as 0,
+        rows past m as none; rows past the sum are left out.
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2_scale: round each scale up to a power of two.
+      implementation: as for quantize.
+    Returns:
+      ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
+      at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
+      block and of the array is zero. Not differentiable.
+    Raises:
+      TypeError: a dtype. ValueError: a rank, or more than 1024 groups.
+    """
+    op = "quantize_ragged"
+    for name, operand in (("x", x), ("group_sizes", group_sizes)):
+        _checks.check_array(op, name, operand)
+    _check(op, x, group_sizes)
+    _checks.check_out_dtype(op, "dtype", dtype, _checks.FP8_DTYPES)
+    _checks.check_implementation(op, implementation)
+    first_row = jnp.zeros((1,), jnp.int32)
+    return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)
+
+
+def _check(op: str, x: Any, group_sizes: Any) -> None:
+    _checks.check_dtype(op, "x", x, _checks.FLOAT_DTYPES)
+    _checks.check_ndim(op, "x", x, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
+    _groups.check_group_sizes(op, group_sizes)
+
+
+def ragged_columns(
+    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
+) -> ScaledArray:
+    """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
+    return ScaledArray(*_run(x, group_sizes, first_row, False, dtype, pow2_scale, implementation))
+
+
+def rows_and_ragged_columns(
+    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
+) -> tuple[ScaledArray, ScaledArray]:
+    """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
+    rows, row_scale, columns, column_scale = _run(
+        x, group_sizes, first_row, True, dtype, pow2_scale, implementation
+    )
+    return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
+
+
+@jax.named_scope("fp8gemm_quantize_ragged")
+def _run(x, group_sizes, first_row, with_rows: bool, dtype, pow2_scale, implementation):
+    return quantize_ragged_p(
+        jnp.asarray(x),
+        jnp.asarray(group_sizes),
+        first_row,
+        with_rows=with_rows,
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+        implementation=implementation,
+    )
+
+
+def _shape_rule(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
+    _check("quantize_ragged", x, group_sizes)
+    m, k = x.shape
+    t = _groups.ragged_extent(m, group_sizes.shape[0])
+    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
+    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    rows = [values(m, k), scale(m, _checks.num_blocks(k))] if with_rows else []
+    return [*rows, values(k, t), scale(k, t // _BLOCK)]
+
+
+def _reference(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
+    x = x.astype(jnp.float32)
+    source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
+    columns = x.at[source].get(mode="fill", fill_value=0).T
+    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if with_rows else []
+    return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
+
+
+def _batch_rule(operands, dims, **params):
+    """One batch element after another: each has groups of its own."""
+    results = map_batch(lambda *xs: quantize_ragged_p(*xs, **params), operands, dims)
+    return results, [0] * len(results)
+
+
+def _dce_rule(used, *, with_rows: bool, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Without the rows where only the columns are used."""
+    if with_rows and not any(used[:2]):
+        return dict(params, with_rows=False), (2, 3)
+    return dict(params, with_rows=with_rows), range(len(used))
+
+
+quantize_ragged_p = define_primitive(
+    "jax_fp8gemm_quantize_ragged",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=None,
+    batch_rule=_batch_rule,
+    dce_rule=_dce_rule,
+)
