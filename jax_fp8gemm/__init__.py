@@ -5,10 +5,14 @@ from jax_fp8gemm._backend_info import backend_info as backend_info
 from jax_fp8gemm._dot_general import dot_general as dot_general
 from jax_fp8gemm._ffi import FallbackWarning as FallbackWarning
 from jax_fp8gemm._gemm import scaled_matmul as scaled_matmul
-from jax_fp8gemm._matmul import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_fp8gemm._grouped_gemm import scaled_ragged_dot as scaled_ragged_dot
+from jax_fp8gemm._grouped_gemm import scaled_ragged_wgrad as scaled_ragged_wgrad
 from jax_fp8gemm._matmul import matmul as matmul
+from jax_fp8gemm._matmul_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._quantize import quantize as quantize
 from jax_fp8gemm._quantize import quantize_both as quantize_both
+from jax_fp8gemm._quantize_ragged import quantize_ragged as quantize_ragged
+from jax_fp8gemm._ragged_dot import ragged_dot as ragged_dot
 from jax_fp8gemm._recipe import BF16 as BF16
 from jax_fp8gemm._recipe import DEEPSEEK_V3 as DEEPSEEK_V3
 from jax_fp8gemm._recipe import HYBRID as HYBRID

@@ -20,21 +20,26 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._gemm import gemm
-from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shard_as
+from jax_fp8gemm._matmul_spec import (
+    MatmulSpec,
+    check_precision,
+    kernel_dtype,
+    make_spec,
+    name_residual,
+    quantize_args,
+    shard_as,
+)
 from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
-from jax_fp8gemm._recipe import DEEPSEEK_V3, DTYPES, Recipe
+from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-# For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
-CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
 _NO_GRADIENT = (
     "matmul: a ScaledArray rhs has no gradient; got one among the differentiated arguments. "
     "Differentiate with respect to the unquantised rhs, or apply jax.lax.stop_gradient."
@@ -162,18 +167,18 @@ def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> j
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
-    rows = quantize(lhs, **_quantize_args(spec, spec.recipe.fwd))
+    rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
     rhs_transposed = (
         rhs.T
         if isinstance(rhs, ScaledArray)
-        else quantize_transposed(rhs, **_quantize_args(spec, spec.recipe.fwd))
+        else quantize_transposed(rhs, **quantize_args(spec, spec.recipe.fwd))
     )
     return _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
 
 
 def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
-    args = _quantize_args(spec, spec.recipe.fwd)
+    args = quantize_args(spec, spec.recipe.fwd)
     if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
         rows, lhs_residual = quantize_both(lhs, **args)
     else:
@@ -182,13 +187,13 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array,
         rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
     rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
     out = _gemm_as(spec, spec.out_dtype, rows, rhs.T)
-    residuals = _name("fp8gemm_lhs", lhs_residual), _name("fp8gemm_rhs", rhs_residual)
-    return _name("fp8gemm_out", out), residuals
+    residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
+    return name_residual("out", out), residuals
 
 
 def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
     lhs, rhs = residuals
-    args = _quantize_args(spec, spec.recipe.bwd)
+    args = quantize_args(spec, spec.recipe.bwd)
     is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
     rows, columns = quantize_both(dout, **args) if is_fp8_wgrad else (quantize(dout, **args), None)
     with jax.named_scope("dlhs"):
@@ -204,25 +209,12 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
-    return dict(
-        dtype=DTYPES[fmt],
-        pow2_scale=spec.recipe.pow2_scale,
-        implementation=spec.implementation,
-    )
-
-
 def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
-    kernel_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    return gemm(lhs, rhs, kernel_dtype, spec.implementation).astype(dtype)
+    return gemm(lhs, rhs, kernel_dtype(dtype), spec.implementation).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
     lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
     contract_m = (((0,), (0,)), ((), ()))
     return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)
-
-
-def _name(name: str, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)

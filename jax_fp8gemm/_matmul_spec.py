@@ -8,10 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._quantize import Implementation
-from jax_fp8gemm._recipe import Recipe
+from jax_fp8gemm._recipe import DTYPES, Recipe
+
+# For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
+CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,23 @@ def shard_as(xla: Any, lhs: Any, rhs: Any, out: jax.Array, out_sharding: Any) ->
     cast = lambda x: x.astype(out.dtype)
     sharding = jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
     return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+
+def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
+    """The arguments of quantize and its kin for operands of format `fmt`."""
+    return dict(
+        dtype=DTYPES[fmt],
+        pow2_scale=spec.recipe.pow2_scale,
+        implementation=spec.implementation,
+    )
+
+
+def kernel_dtype(dtype: Any) -> Any:
+    """What a kernel returns for a result of `dtype`: f16 comes by way of f32."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
+def name_residual(name: str, tree: Any) -> Any:
+    """`tree` under its name of CHECKPOINT_NAMES: "lhs", "rhs" or "out"."""
+    assert f"fp8gemm_{name}" in CHECKPOINT_NAMES
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"fp8gemm_{name}"), tree)

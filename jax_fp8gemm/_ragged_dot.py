@@ -1,0 +1,244 @@
+"""ragged_dot: one product for each group of rows, FP8 inside, with its own derivatives.
+
+For lhs (m, k), rhs (g, k, n), the cotangent dout (m, n) and the rows of group i, in brackets the
+scale blocks of each operand along the contraction:
+
+    out[rows]  = lhs[rows]    [1x128 along k]    . rhs[i]      [128x128]          1d2d
+    dlhs[rows] = dout[rows]   [1x128 along n]    . rhs[i]^T    [128x128]          1d2d, out's values
+    drhs[i]    = lhs[rows]^T  [1x128 along rows] . dout[rows]  [1x128 along rows] 1d1d
+
+Accumulation is f32 throughout. Where groups begin is computed on the device (_groups.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._grouped_gemm import grouped_gemm, grouped_wgrad
+from jax_fp8gemm._matmul_spec import (
+    MatmulSpec,
+    check_precision,
+    kernel_dtype,
+    make_spec,
+    name_residual,
+    quantize_args,
+)
+from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
+from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
+from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
+from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_NO_GRADIENT = (
+    "ragged_dot: a ScaledArray rhs has no gradient; got one among the differentiated arguments. "
+    "Differentiate with respect to the unquantised rhs, or apply jax.lax.stop_gradient."
+)
+
+
+def ragged_dot(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k n"] | ScaledArray,
+    group_sizes: Int[Array, " g"],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Int[Array, " 1"] | None = None,
+    *,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    out_sharding: Any = None,
+) -> Float[Array, "m n"]:
+    """Multiplies each group of rows by its own matrix, in FP8 with f32 accumulation.
+
+    The next group_sizes[i] rows of lhs are multiplied by rhs[i]. Arguments as in
+    jax.lax.ragged_dot, which it can replace; differentiable once, in reverse mode. Any m, n, k and
+    up to 1024 groups of any sizes, which stay on the device. vmap runs one element after another.
+
+    Args:
+      lhs: (m, k) bf16, f16 or f32, rows sorted by group.
+      rhs: (g, k, n) bf16, f16 or f32; or a ScaledArray (g, k, n) with block (128, 128), quantised
+        once for many products, without a gradient. Give it `transposed` (quantize
+        with_transpose=True), which is what the product reads.
+      group_sizes: (g,) int32 or int64. A negative size counts as 0, rows past m as none. Rows past
+        the sum are zero in the result and in the gradient, whatever lhs holds there.
+      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: jax.lax.ragged_dot.
+      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of the promoted
+        operands.
+      group_offset: (1,) integer: rhs holds the g groups from this one on, of the G >= g groups that
+        group_sizes has then. Rows of the other groups are zero. Clamped to 0..G-g.
+      recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
+      implementation: None, the kernels where they can run and the reference elsewhere, with one
+        warning; "cuda", the kernels or an error; "xla", the reference.
+      out_sharding: sharding of the result over Explicit mesh axes. Operands sharded over such axes
+        are gathered.
+    Returns:
+      (m, n) array. Gradients have the dtypes of their operands, that of an empty group is zero;
+      group_sizes has none.
+    Raises:
+      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block.
+      NotImplementedError: a second derivative.
+      RuntimeError: implementation="cuda" where the kernels cannot run.
+
+    The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
+    """
+    op = "ragged_dot"
+    _check_operands(op, lhs, rhs, group_sizes, group_offset)
+    is_scaled = isinstance(rhs, ScaledArray)
+    spec = make_spec(
+        op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
+    )
+    xla_precision = check_precision(op, precision, spec)
+    lhs, rhs, group_sizes = jax.tree.map(
+        lambda x: replicate(jnp.asarray(x)), (lhs, rhs, group_sizes)
+    )
+    sizes, first_row = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
+    if xla_precision is not None or not recipe.is_fp8:
+        rhs = rhs.dequantize(lhs.dtype) if is_scaled else rhs
+        out = _xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
+    else:
+        out = _grouped_product(spec, lhs, rhs, sizes, first_row)
+    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+
+def _check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
+    _checks.check_array(op, "lhs", lhs)
+    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
+    if isinstance(rhs, ScaledArray):
+        check_scaled_array(op, "rhs", rhs)
+        if rhs.block != (128, 128):
+            raise ValueError(f"{op}: rhs.block must be (128, 128); got {rhs.block}")
+    else:
+        _checks.check_array(op, "rhs", rhs, hint=" Or pass a ScaledArray.")
+        hint = " Quantised weights go in as a ScaledArray."
+        _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES, hint=hint)
+    _checks.check_ndim(op, "rhs", rhs, 3, "(g, k, n)")
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _checks.check_array(op, "group_sizes", group_sizes)
+    num_groups = rhs.shape[0] if group_offset is None else None
+    _groups.check_group_sizes(op, group_sizes, num_groups)
+    if group_offset is None:
+        return
+    _checks.check_array(op, "group_offset", group_offset)
+    if group_offset.shape != (1,) or not jnp.issubdtype(group_offset.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: group_offset must be an integer (1,); "
+            f"got group_offset {_checks.short_type(group_offset)}"
+        )
+    if group_sizes.shape[0] < rhs.shape[0]:
+        raise ValueError(
+            f"{op}: group_sizes must have at least the {rhs.shape[0]} groups of rhs; "
+            f"got group_sizes {_checks.short_type(group_sizes)}"
+        )
+
+
+def _local_groups(
+    group_sizes: jax.Array, group_offset: Any, m: int, g: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sizes of the groups that rhs holds, and the row before which the first one starts."""
+    if group_offset is None:
+        return group_sizes, jnp.zeros((1,), jnp.int32)
+    starts, ends = _groups.row_ranges(group_sizes, jnp.zeros((1,), jnp.int32), m)
+    offset = jnp.asarray(group_offset)[0]
+    sizes = lax.dynamic_slice_in_dim(ends - starts, offset, g)
+    return sizes, lax.dynamic_slice_in_dim(starts, offset, g)[:1]
+
+
+@jax.named_scope("fp8gemm_ragged_dot")
+def _grouped_product(spec: MatmulSpec, lhs, rhs, sizes, first_row) -> jax.Array:
+    leaves, tree = jax.tree.flatten(rhs)
+    if isinstance(rhs, ScaledArray):
+        leaves = [undifferentiable(leaf, _NO_GRADIENT) for leaf in leaves]
+    lhs, sizes, first_row, *leaves = match_varying(lhs, sizes, first_row, *leaves)
+    return _product(spec, lhs, jax.tree.unflatten(tree, leaves), sizes, first_row)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
+    args = quantize_args(spec, spec.recipe.fwd)
+    rows = quantize(lhs, **args)
+    rhs = rhs.T if isinstance(rhs, ScaledArray) else quantize_transposed(rhs, **args)
+    return _gemm_as(spec, spec.out_dtype, rows, rhs, sizes, first_row)
+
+
+def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
+    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
+    args = quantize_args(spec, spec.recipe.fwd)
+    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
+        rows, lhs_residual = rows_and_ragged_columns(lhs, sizes, first_row, **args)
+    else:
+        rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
+    if spec.rhs_dtype is not None:
+        rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
+    out = _gemm_as(spec, spec.out_dtype, rows, rhs.T, sizes, first_row)
+    kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
+    return name_residual("out", out), (*kept, sizes, first_row)
+
+
+def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, sizes, first_row = residuals
+    args = quantize_args(spec, spec.recipe.bwd)
+    columns = None
+    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
+        rows, columns = rows_and_ragged_columns(dout, sizes, first_row, **args)
+    else:
+        rows = quantize(dout, **args)
+    with jax.named_scope("dlhs"):
+        dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row)
+    if spec.rhs_dtype is None:
+        return dlhs, None, None, None
+    with jax.named_scope("drhs"):
+        if columns is None:
+            drhs = _bf16_wgrad(lhs, dout, sizes, first_row)
+        else:
+            dtype = kernel_dtype(spec.rhs_dtype)
+            drhs = grouped_wgrad(lhs, columns, sizes, dtype, spec.implementation)
+    return dlhs, drhs.astype(spec.rhs_dtype), None, None
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
+    """grouped_gemm with a result of any float dtype: f16 by way of f32."""
+    out = grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), spec.implementation)
+    return out.astype(dtype)
+
+
+def _with_rows_before(sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
+    """Sizes for lax, whose groups start at row 0: the rows before ours are one group more."""
+    starts, ends = _groups.row_ranges(sizes, first_row, m)
+    return jnp.concatenate([starts[:1], ends - starts])
+
+
+def _xla_ragged_dot(lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any) -> jax.Array:
+    sizes = _with_rows_before(sizes, first_row, lhs.shape[0])
+    rhs = jnp.concatenate([jnp.zeros_like(rhs[:1]), rhs])
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    return lax.ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=out_dtype)
+
+
+def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row) -> jax.Array:
+    (m, _), (g,) = lhs.shape, sizes.shape
+    # Rows of no group may hold NaN, which no sum must meet.
+    is_in_group = (_groups.group_of_rows(sizes, first_row, m) < g)[:, None]
+    lhs, dout = (jnp.where(is_in_group, x.astype(jnp.bfloat16), 0) for x in (lhs, dout))
+    over_rows = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    sizes = _with_rows_before(sizes, first_row, m)
+    return lax.ragged_dot_general(lhs, dout, sizes, over_rows, preferred_element_type=jnp.float32)[
+        1:
+    ]
