@@ -14,6 +14,7 @@
 #include "driver.h"
 #include "errors.h"
 #include "gemm.h"
+#include "grouped_gemm.h"
 #include "jit.h"
 #include "quantize.h"
 
@@ -35,15 +36,22 @@ nb::capsule Capsule(Handler* handler) {
 }
 
 nb::dict Registrations() {
-  nb::dict gemm, quantize, targets;
-  gemm["instantiate"] = Capsule(GemmInstantiateHandler);
-  gemm["prepare"] = Capsule(GemmPrepareHandler);
-  gemm["execute"] = Capsule(GemmExecuteHandler);
-  quantize["instantiate"] = Capsule(QuantizeInstantiateHandler);
-  quantize["prepare"] = Capsule(QuantizePrepareHandler);
-  quantize["execute"] = Capsule(QuantizeExecuteHandler);
-  targets["jax_fp8gemm_gemm"] = gemm;
-  targets["jax_fp8gemm_quantize"] = quantize;
+  const auto bundle = [](auto* instantiate, auto* prepare, auto* execute) {
+    nb::dict handlers;
+    handlers["instantiate"] = Capsule(instantiate);
+    handlers["prepare"] = Capsule(prepare);
+    handlers["execute"] = Capsule(execute);
+    return handlers;
+  };
+  nb::dict targets;
+  targets["jax_fp8gemm_gemm"] =
+      bundle(GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_gemm"] = bundle(
+      GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_wgrad"] = bundle(
+      GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
+  targets["jax_fp8gemm_quantize"] =
+      bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
   return targets;
 }
 
@@ -120,7 +128,7 @@ nb::dict CompileGemm(const nb::dict& config) {
       {"num_slabs", &GemmConfig::num_slabs},   {"cluster_m", &GemmConfig::cluster_m},
       {"cluster_n", &GemmConfig::cluster_n},   {"is_1d1d", &GemmConfig::is_1d1d},
       {"out_f32", &GemmConfig::out_f32},       {"accumulate", &GemmConfig::accumulate},
-      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
+      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"grouping", &GemmConfig::grouping},
       {"num_sms", &GemmConfig::num_sms},
   };
   return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));

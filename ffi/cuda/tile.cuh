@@ -17,14 +17,13 @@ struct GemmParams {
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
   const float* accum;       // kAccumulate: what the product is added to; the same memory as out
   void* out;
-  int m, n, k;    // of one group
-  int lhs_rows;   // in memory, of all groups
-  int raster;  // cluster tiles along m that follow each other, see DenseScheduler
-  // Grouped products, see groups.cuh.
+  int m, n, k;    // of one group; m of all where groups cut the rows
+  int lhs_rows;   // in memory
+  int raster;     // cluster tiles along m that follow each other, see locate_in_raster
+  int num_groups;
+  int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
   const int* first_row;
-  int num_groups;
-  int rows_per_group;  // > 0: the masked form
 };
 
 struct Empty {};
