@@ -22,10 +22,11 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                        const ffi::AnyBuffer& rhs) {
   if (!IsBuffer(lhs, Fp8Type(config.lhs_e5m2)) || !IsBuffer(rhs, Fp8Type(config.rhs_e5m2)) ||
       lhs.dimensions()[1] != rhs.dimensions()[1]) {
-    return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)), "[m,k] and rhs ",
-                           ShortType(Fp8Type(config.rhs_e5m2)), "[n,k] at multiples of 16 bytes; got ",
-                           "lhs ", ShapeText(lhs), " at ", lhs.untyped_data(), ", rhs ",
-                           ShapeText(rhs), " at ", rhs.untyped_data());
+    return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)),
+                           "[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),
+                           "[n,k] at multiples of 16 bytes; got ", "lhs ", ShapeText(lhs), " at ",
+                           lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
+                           rhs.untyped_data());
   }
   const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
   const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
@@ -49,8 +50,10 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   const int64_t kb = CeilDiv(k, kScaleBlock), nb = CeilDiv(n, kScaleBlock);
   constexpr ffi::DataType kF32 = ffi::DataType::F32;
   FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "lhs_scale", lhs_scale, kF32, {m, kb}));
-  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "rhs_scale", rhs_scale, kF32, {config.is_1d1d ? n : nb, kb}));
-  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "out", out, config.out_f32 ? kF32 : ffi::DataType::BF16, {m, n}));
+  FFI_RETURN_IF_ERROR(
+      CheckBuffer("gemm", "rhs_scale", rhs_scale, kF32, {config.is_1d1d ? n : nb, kb}));
+  FFI_RETURN_IF_ERROR(
+      CheckBuffer("gemm", "out", out, config.out_f32 ? kF32 : ffi::DataType::BF16, {m, n}));
   if (accum.size() != static_cast<size_t>(config.accumulate)) {
     return InvalidArgument("gemm: accum must be given if and only if accumulate is set; got ",
                            accum.size(), " more operands, accumulate ", config.accumulate);

@@ -88,8 +88,8 @@ const char* BrokenRule(const GemmConfig& c) {
 
 std::string GemmKernelName(const GemmConfig& config) {
   static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
-  return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_", config.block_m, "x",
-                config.block_n, config.out_f32 ? "_f32" : "_bf16",
+  return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
+                config.block_m, "x", config.block_n, config.out_f32 ? "_f32" : "_bf16",
                 config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
                 config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
                 config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,

@@ -102,18 +102,16 @@ ffi::Error PrepareGemm(const GemmConfig& config) {
   return ffi::Error::Success();
 }
 
-ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs,
-                      const void* rhs, int64_t rhs_rows, int64_t out_rows, int64_t max_tiles,
-                      CUstream stream) {
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
   FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
   const int64_t smem_bytes = GemmSmemBytes(config);
   FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(GemmKernelName(config), smem_bytes));
   FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
   // Of one group, if all are of the same size.
   const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;
-  params.raster =
-      ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
-                   CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
+  params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
+                               CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
   const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
   LaunchDims dims = {};
   dims.grid_x =

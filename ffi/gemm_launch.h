@@ -63,9 +63,8 @@ ffi::Error PrepareGemm(const GemmConfig& config);
 
 // Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and
 // launches the kernel for at most `max_tiles` tiles. `params` has everything else.
-ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs,
-                      const void* rhs, int64_t rhs_rows, int64_t out_rows, int64_t max_tiles,
-                      CUstream stream);
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream);
 
 }  // namespace jax_fp8gemm
 

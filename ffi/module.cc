@@ -46,8 +46,8 @@ nb::dict Registrations() {
   nb::dict targets;
   targets["jax_fp8gemm_gemm"] =
       bundle(GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler);
-  targets["jax_fp8gemm_grouped_gemm"] = bundle(
-      GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_gemm"] =
+      bundle(GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
   targets["jax_fp8gemm_quantize"] =
@@ -128,8 +128,8 @@ nb::dict CompileGemm(const nb::dict& config) {
       {"num_slabs", &GemmConfig::num_slabs},   {"cluster_m", &GemmConfig::cluster_m},
       {"cluster_n", &GemmConfig::cluster_n},   {"is_1d1d", &GemmConfig::is_1d1d},
       {"out_f32", &GemmConfig::out_f32},       {"accumulate", &GemmConfig::accumulate},
-      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"grouping", &GemmConfig::grouping},
-      {"num_sms", &GemmConfig::num_sms},
+      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
+      {"grouping", &GemmConfig::grouping},     {"num_sms", &GemmConfig::num_sms},
   };
   return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));
 }

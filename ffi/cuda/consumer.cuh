@@ -256,8 +256,7 @@ struct Consumer {
   __device__ __forceinline__ void store(int row, int row_end, int column) {
     const int end = min(row_end, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
     if constexpr (Config::kNumSlabs > 0) {
-      if (Config::kGrouping == kNoGroups ||
-          __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
+      if (Config::kGrouping == kNoGroups || __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
         store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
                   Config::kNumSlabs>(&params.out_map, shared.slabs[consumer], promoted, row, column,
                                      consumer, warp, lane);

@@ -53,7 +53,8 @@ struct GroupTable {
                                        int m, int rows_per_group, int block, bool with_rest) {
     const int lane = threadIdx.x % 32;
     const int limit = rows_per_group > 0 ? rows_per_group : m;
-    const int start = rows_per_group > 0 ? 0 : min(max(first_row == nullptr ? 0 : *first_row, 0), m);
+    const int start =
+        rows_per_group > 0 ? 0 : min(max(first_row == nullptr ? 0 : *first_row, 0), m);
     unsigned rows_before = start, blocks_before = 0;
     for (int first = 0; first < groups; first += 32) {
       const int i = first + lane;

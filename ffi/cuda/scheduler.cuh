@@ -11,8 +11,8 @@ namespace jax_fp8gemm {
 struct Work {
   int lhs_row, rhs_row;  // in the tensor maps
   int first_k_block, num_k_blocks;
-  int rhs_scale_row;            // 1d2d: row of block scales, of the group's own column blocks
-  int row, row_end, column;     // in out; rows from row_end on belong to others
+  int rhs_scale_row;         // 1d2d: row of block scales, of the group's own column blocks
+  int row, row_end, column;  // in out; rows from row_end on belong to others
 };
 
 // Walks the tiles of one (m, n) output. Units of clusters are numbered so that `raster` of them
@@ -121,9 +121,7 @@ struct RaggedContractionScheduler {
 
   __device__ __forceinline__ static int first() { return blockIdx.x; }
   __device__ __forceinline__ static int stride() { return gridDim.x; }
-  __device__ __forceinline__ int count() const {
-    return params.num_groups * tiles_of_group();
-  }
+  __device__ __forceinline__ int count() const { return params.num_groups * tiles_of_group(); }
 
   __device__ __forceinline__ Work locate(int tile) const {
     const int group = tile / tiles_of_group();

@@ -17,9 +17,9 @@ struct GemmParams {
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
   const float* accum;       // kAccumulate: what the product is added to; the same memory as out
   void* out;
-  int m, n, k;    // of one group; m of all where groups cut the rows
-  int lhs_rows;   // in memory
-  int raster;     // cluster tiles along m that follow each other, see locate_in_raster
+  int m, n, k;   // of one group; m of all where groups cut the rows
+  int lhs_rows;  // in memory
+  int raster;    // cluster tiles along m that follow each other, see locate_in_raster
   int num_groups;
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
@@ -71,7 +71,9 @@ struct Tile {
     uint8_t rhs[Config::kNumStages][kRhsBytes];
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
-    alignas(128) float lhs_scale[Config::kNumStages][ceil_div((Config::kBlockM < 64 ? 64 : Config::kBlockM) + (kIsRagged ? 4 : 0), 32) * 32];
+    alignas(128) float lhs_scale
+        [Config::kNumStages]
+        [ceil_div((Config::kBlockM < 64 ? 64 : Config::kBlockM) + (kIsRagged ? 4 : 0), 32) * 32];
     alignas(128) float rhs_scale[Config::kNumStages]
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];
