@@ -48,9 +48,11 @@ struct GroupTable {
     }
   }
 
-  // Fills the table, by one warp. `block`: rows of a tile, or of a k-block.
+  // Fills the table, by one warp. `block`: rows of a tile, or of a k-block; max_blocks: no group
+  // reaches past that many.
   __device__ __forceinline__ void fill(const int* group_sizes, const int* first_row, int groups,
-                                       int m, int rows_per_group, int block, bool with_rest) {
+                                       int m, int rows_per_group, int block, unsigned max_blocks,
+                                       bool with_rest) {
     const int lane = threadIdx.x % 32;
     const int limit = rows_per_group > 0 ? rows_per_group : m;
     const int start =
@@ -81,7 +83,7 @@ struct GroupTable {
       if (i < groups) {
         row[i] = begin;
         row_end[i] = finish;
-        row_blocks_end[i] = blocks_before + blocks;
+        row_blocks_end[i] = min(blocks_before + blocks, max_blocks);
       }
       rows_before = __shfl_sync(0xffffffff, ragged_end, 31);
       blocks_before += __shfl_sync(0xffffffff, blocks, 31);

@@ -150,9 +150,11 @@ template <typename Config, typename SharedStorage>
 __device__ __forceinline__ void fill_groups(const GemmParams& params, SharedStorage& shared) {
   if constexpr (Config::kGrouping == kGroupedRows) {
     shared.groups.fill(params.group_sizes, params.first_row, params.num_groups, params.lhs_rows,
-                       params.rows_per_group, Config::kBlockM, params.rows_per_group == 0);
+                       params.rows_per_group, Config::kBlockM, 0xffffffff,
+                       params.rows_per_group == 0);
   } else if constexpr (Config::kGrouping == kGroupedContraction) {
-    shared.groups.fill(params.group_sizes, nullptr, params.num_groups, params.k, 0, 128, false);
+    shared.groups.fill(params.group_sizes, nullptr, params.num_groups, params.k, 0, 128,
+                       params.k / 128, false);
   }
 }
 
