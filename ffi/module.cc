@@ -136,10 +136,9 @@ nb::dict CompileGemm(const nb::dict& config) {
 
 nb::dict CompileQuantize(const nb::dict& config) {
   static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
-      {"mode", &QuantizeConfig::mode},
-      {"input", &QuantizeConfig::input},
-      {"e5m2", &QuantizeConfig::e5m2},
-      {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"mode", &QuantizeConfig::mode},     {"input", &QuantizeConfig::input},
+      {"e5m2", &QuantizeConfig::e5m2},     {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"ragged", &QuantizeConfig::ragged},
   };
   return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields)));
 }

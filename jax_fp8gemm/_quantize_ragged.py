@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm import _checks, _ffi, _groups
 from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._quantize import INPUTS, MODES, Implementation
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -112,6 +113,29 @@ def _reference(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_s
     return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
 
 
+def _ffi_call(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
+    params: dict[str, Any] = dict(with_rows=with_rows, e5m2=e5m2, pow2_scale=pow2_scale)
+    results = _shape_rule(x, group_sizes, first_row, **params)
+    if x.size == 0:
+        return _reference(x, group_sizes, first_row, **params)
+    # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    config = dict(
+        mode=np.int32(MODES.index("row_column" if with_rows else "column")),
+        input=np.int32(INPUTS.index(x.dtype.name)),
+        e5m2=np.int32(e5m2),
+        pow2_scale=np.int32(pow2_scale),
+        ragged=np.int32(1),
+    )
+    call = jax.ffi.ffi_call(
+        _ffi.QUANTIZE_TARGET,
+        results,
+        input_layouts=[row_major, vector, vector],
+        output_layouts=[row_major, column_major] * (len(results) // 2),
+    )
+    return list(call(x, group_sizes.astype(jnp.int32), first_row, config=config))
+
+
 def _batch_rule(operands, dims, **params):
     """One batch element after another: each has groups of its own."""
     results = map_batch(lambda *xs: quantize_ragged_p(*xs, **params), operands, dims)
@@ -129,7 +153,7 @@ quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
     reference=_reference,
-    ffi_call=None,
+    ffi_call=_ffi_call,
     batch_rule=_batch_rule,
     dce_rule=_dce_rule,
 )

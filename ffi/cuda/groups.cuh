@@ -18,6 +18,47 @@ __device__ __forceinline__ int uniform(int value) {
   return int(__reduce_max_sync(0xffffffff, unsigned(value)));
 }
 
+// 32 groups at a time, by one warp: lane l gets group first + l.
+struct GroupScan {
+  unsigned rows_before, blocks_before;  // before the next 32 groups
+
+  unsigned begin, end;  // rows of this lane's group
+  unsigned blocks_end;  // inclusive prefix sum of ceil(rows / block)
+
+  // m: rows of all groups, <= 2^30; rows_per_group: 0 if the groups follow each other.
+  __device__ __forceinline__ void next(const int* group_sizes, int first, int groups, unsigned m,
+                                       unsigned rows_per_group, unsigned block) {
+    const int lane = threadIdx.x % 32;
+    const int i = first + lane;
+    const int limit = rows_per_group > 0 ? rows_per_group : m;
+    const unsigned size = i < groups ? min(max(__ldg(group_sizes + i), 0), limit) : 0;
+    // Inclusive prefix sums over the lanes, clamped to m at each step so that none overflows.
+    unsigned sum = size;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const unsigned other = __shfl_up_sync(0xffffffff, sum, distance);
+      if (lane >= distance) sum = min(sum + other, m);
+    }
+    const unsigned ragged_end = min(rows_before + sum, m);
+    const unsigned ragged_begin = __shfl_up_sync(0xffffffff, ragged_end, 1);
+    begin = lane > 0 ? ragged_begin : rows_before;
+    end = ragged_end;
+    if (rows_per_group > 0) {
+      begin = i * rows_per_group;
+      end = begin + size;
+    }
+    blocks_end = (end - begin + block - 1) / block;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const unsigned other = __shfl_up_sync(0xffffffff, blocks_end, distance);
+      if (lane >= distance) blocks_end += other;
+    }
+    blocks_end += blocks_before;
+    rows_before = __shfl_sync(0xffffffff, ragged_end, 31);
+    blocks_before = __shfl_sync(0xffffffff, blocks_end, 31);
+  }
+};
+
 struct Span {
   int row, row_end;
   int group;  // -1: rows of no group
@@ -54,52 +95,29 @@ struct GroupTable {
                                        int m, int rows_per_group, int block, unsigned max_blocks,
                                        bool with_rest) {
     const int lane = threadIdx.x % 32;
-    const int limit = rows_per_group > 0 ? rows_per_group : m;
     const int start =
         rows_per_group > 0 ? 0 : min(max(first_row == nullptr ? 0 : *first_row, 0), m);
-    unsigned rows_before = start, blocks_before = 0;
+    GroupScan scan = {unsigned(start), 0};
     for (int first = 0; first < groups; first += 32) {
-      const int i = first + lane;
-      const unsigned size = i < groups ? min(max(group_sizes[i], 0), limit) : 0;
-      // Inclusive prefix sums over the lanes; sizes are clamped to m <= 2^30 at each step, so that
-      // no sum overflows.
-      unsigned end = size;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const unsigned other = __shfl_up_sync(0xffffffff, end, distance);
-        if (lane >= distance) end = min(end + other, unsigned(m));
+      scan.next(group_sizes, first, groups, m, rows_per_group, block);
+      if (first + lane < groups) {
+        row[first + lane] = scan.begin;
+        row_end[first + lane] = scan.end;
+        row_blocks_end[first + lane] = min(scan.blocks_end, max_blocks);
       }
-      const unsigned ragged_end = min(rows_before + end, unsigned(m));
-      const unsigned before = __shfl_up_sync(0xffffffff, ragged_end, 1);
-      const unsigned begin =
-          rows_per_group > 0 ? unsigned(i) * rows_per_group : (lane > 0 ? before : rows_before);
-      const unsigned finish = rows_per_group > 0 ? begin + size : ragged_end;
-      unsigned blocks = (finish - begin + block - 1) / block;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const unsigned other = __shfl_up_sync(0xffffffff, blocks, distance);
-        if (lane >= distance) blocks += other;
-      }
-      if (i < groups) {
-        row[i] = begin;
-        row_end[i] = finish;
-        row_blocks_end[i] = min(blocks_before + blocks, max_blocks);
-      }
-      rows_before = __shfl_sync(0xffffffff, ragged_end, 31);
-      blocks_before += __shfl_sync(0xffffffff, blocks, 31);
     }
     if (lane == 0) {
       num_groups = num_spans = groups;
       if (with_rest) {
         row[groups] = 0, row_end[groups] = start;
-        blocks_before += (start + block - 1) / block;
-        row_blocks_end[groups] = blocks_before;
-        row[groups + 1] = rows_before, row_end[groups + 1] = m;
-        blocks_before += (m - rows_before + block - 1) / block;
-        row_blocks_end[groups + 1] = blocks_before;
+        scan.blocks_before += (start + block - 1) / block;
+        row_blocks_end[groups] = scan.blocks_before;
+        row[groups + 1] = scan.rows_before, row_end[groups + 1] = m;
+        scan.blocks_before += (m - scan.rows_before + block - 1) / block;
+        row_blocks_end[groups + 1] = scan.blocks_before;
         num_spans = groups + 2;
       }
-      num_row_blocks = blocks_before;
+      num_row_blocks = scan.blocks_before;
     }
   }
 };
