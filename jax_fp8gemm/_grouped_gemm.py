@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._gemm import OUT_DTYPES, reference
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -85,7 +85,14 @@ def grouped_gemm(
     implementation: Implementation = None,
 ) -> jax.Array:
     """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,)."""
-    operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, group_sizes, first_row)
+    operands = (
+        lhs.values,
+        lhs.scale,
+        rhs.values,
+        rhs.scale,
+        _groups.as_int32(group_sizes),
+        first_row,
+    )
     params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
     return grouped_gemm_p(*map(jnp.asarray, operands), **params)[0]
 
@@ -118,7 +125,7 @@ def scaled_ragged_wgrad(
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
         if x.block != (1, 128):
             raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
-    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _check_tokens(op, lhs, rhs)
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes)
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
@@ -127,6 +134,15 @@ def scaled_ragged_wgrad(
         shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
         _checks.check_accumulator(op, accumulate_into, shape, out_dtype)
     return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
+
+
+def _check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if lhs.shape[1] % _BLOCK:
+        raise ValueError(
+            f"{op}: t must be a multiple of 128; got lhs {_checks.short_type(lhs)}. "
+            "Quantise with quantize_ragged, which fills up the last block of each group."
+        )
 
 
 @jax.named_scope("fp8gemm_grouped_wgrad")
@@ -139,7 +155,7 @@ def grouped_wgrad(
     accum: jax.Array | None = None,
 ) -> jax.Array:
     """scaled_ragged_wgrad without the checks."""
-    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, group_sizes]
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, _groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
     return grouped_wgrad_p(*map(jnp.asarray, operands), **params)[0]
@@ -161,32 +177,21 @@ def _gemm_reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, o
         one = lambda *operands: _gemm_reference(*operands, first_row, out_dtype=out_dtype)[0]
         operands = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], sizes)
         return [lax.map(lambda xs: one(*xs), operands)]
-    (m, k), (g, n, _) = lhs.shape, rhs.shape
-    rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=1)[:, :n]
-    starts, ends = _groups.row_ranges(group_sizes, first_row, m)
-    # Rows before the first group are a group of their own.
-    sizes = jnp.concatenate([starts[:1], ends - starts])
-    group = _groups.group_of_rows(group_sizes, first_row, m)
-    is_in_group = (group < g)[:, None]
-    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    # Whatever rows of no group hold, even NaN, must not reach a sum over rows.
-    pad_k = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -k % _BLOCK),))
-    lhs, rhs = pad_k(lhs), pad_k(rhs)
+    (m, _), (g, n, _) = lhs.shape, rhs.shape
+    group = _groups.group_of_rows(group_sizes, first_row, m)[:, None]
 
-    def promote(promoted, b):
-        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, -1).astype(jnp.float32)
-        weights = jnp.concatenate([jnp.zeros((1, _BLOCK, n)), block(rhs).mT])
-        rows = jnp.where(is_in_group, block(lhs), 0)
-        partial = lax.ragged_dot(rows, weights, sizes)
-        column = lambda scale: lax.dynamic_index_in_dim(scale, b, -1, keepdims=False)
-        scale = column(lhs_scale)[:, None] * column(rhs_scale)[jnp.minimum(group, g - 1)]
-        return promoted + jnp.where(is_in_group, scale * partial, 0), None
+    def add_group(out, xs):
+        # All rows times this group's matrix, of which its own are kept: what the others hold, or
+        # what the matrices of other groups hold, NaN too, reaches nothing.
+        i, weights, scale = xs
+        (product,) = reference(
+            lhs, lhs_scale, weights, scale, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32)
+        )
+        return jnp.where(group == i, product, out), None
 
-    zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    if k > 0 and m > 0:
-        zeros, _ = lax.scan(promote, zeros, jnp.arange(_checks.num_blocks(k)))
-    return [zeros.astype(out_dtype)]
+    out = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    out, _ = lax.scan(add_group, out, (jnp.arange(g, dtype=jnp.int32), rhs, rhs_scale))
+    return [out.astype(out_dtype)]
 
 
 def _wgrad_shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
@@ -194,7 +199,7 @@ def _wgrad_shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_d
     for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
         _checks.check_scaled(op, name, x, scale, (1, _BLOCK))
-    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _check_tokens(op, lhs, rhs)
     _groups.check_group_sizes(op, group_sizes)
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:
@@ -207,7 +212,7 @@ def _wgrad_reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dt
     num_blocks = t // _BLOCK
     blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
     ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
-    group = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
+    group = jnp.searchsorted(ends, jnp.arange(num_blocks, dtype=jnp.int32), side="right")
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
 
     def promote(promoted, b):
@@ -219,7 +224,8 @@ def _wgrad_reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dt
         return promoted.at[group[b]].add(scaled, mode="drop"), None
 
     promoted = constant_like(lhs, jnp.zeros((g, m, n), jnp.float32))
-    promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks))
+    if num_blocks > 0:
+        promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks, dtype=jnp.int32))
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
