@@ -96,7 +96,8 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype
     return [jax.ShapeDtypeStruct(shape, out_dtype)]
 
 
-def _reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    """The product in plain JAX."""
     m, k = lhs.shape
     n = rhs.shape[0]
     if k == 0:
@@ -195,7 +196,7 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     shape_rule=_shape_rule,
-    reference=_reference,
+    reference=reference,
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
 )

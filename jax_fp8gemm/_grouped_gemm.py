@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
-from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._gemm import OUT_DTYPES, reference
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -86,7 +86,8 @@ def grouped_gemm(
     implementation: Implementation = None,
 ) -> jax.Array:
     """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,)."""
-    operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, group_sizes, first_row)
+    sizes = _groups.as_int32(group_sizes)
+    operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
     params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
     return grouped_gemm_p(*map(jnp.asarray, operands), **params)[0]
 
@@ -107,32 +108,21 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
         one = lambda *operands: _reference(*operands, first_row, out_dtype=out_dtype)[0]
         operands = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], sizes)
         return [lax.map(lambda xs: one(*xs), operands)]
-    (m, k), (g, n, _) = lhs.shape, rhs.shape
-    rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=1)[:, :n]
-    starts, ends = _groups.row_ranges(group_sizes, first_row, m)
-    # Rows before the first group are a group of their own.
-    sizes = jnp.concatenate([starts[:1], ends - starts])
-    group = _groups.group_of_rows(group_sizes, first_row, m)
-    is_in_group = (group < g)[:, None]
-    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    # Whatever rows of no group hold, even NaN, must not reach a sum over rows.
-    pad_k = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -k % _BLOCK),))
-    lhs, rhs = pad_k(lhs), pad_k(rhs)
+    (m, _), (g, n, _) = lhs.shape, rhs.shape
+    group = _groups.group_of_rows(group_sizes, first_row, m)[:, None]
 
-    def promote(promoted, b):
-        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, -1).astype(jnp.float32)
-        weights = jnp.concatenate([jnp.zeros((1, _BLOCK, n)), block(rhs).mT])
-        rows = jnp.where(is_in_group, block(lhs), 0)
-        partial = lax.ragged_dot(rows, weights, sizes)
-        column = lambda scale: lax.dynamic_index_in_dim(scale, b, -1, keepdims=False)
-        scale = column(lhs_scale)[:, None] * column(rhs_scale)[jnp.minimum(group, g - 1)]
-        return promoted + jnp.where(is_in_group, scale * partial, 0), None
+    def add_group(out, xs):
+        # All rows times this group's matrix, of which its own are kept: what the others hold, or
+        # what the matrices of other groups hold, NaN too, reaches nothing.
+        i, weights, scale = xs
+        (product,) = reference(
+            lhs, lhs_scale, weights, scale, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32)
+        )
+        return jnp.where(group == i, product, out), None
 
-    zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    if k > 0 and m > 0:
-        zeros, _ = lax.scan(promote, zeros, jnp.arange(_checks.num_blocks(k)))
-    return [zeros.astype(out_dtype)]
+    out = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    out, _ = lax.scan(add_group, out, (jnp.arange(g, dtype=jnp.int32), rhs, rhs_scale))
+    return [out.astype(out_dtype)]
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):

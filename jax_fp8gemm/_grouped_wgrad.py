@@ -55,7 +55,7 @@ def scaled_ragged_wgrad(
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
         if x.block != (1, 128):
             raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
-    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _check_tokens(op, lhs, rhs)
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes)
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
@@ -64,6 +64,15 @@ def scaled_ragged_wgrad(
         shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
         _checks.check_accumulator(op, accumulate_into, shape, out_dtype)
     return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
+
+
+def _check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if lhs.shape[1] % _BLOCK:
+        raise ValueError(
+            f"{op}: t must be a multiple of 128; got lhs {_checks.short_type(lhs)}. "
+            "Quantise with quantize_ragged, which fills up the last block of each group."
+        )
 
 
 @jax.named_scope("fp8gemm_grouped_wgrad")
@@ -76,7 +85,7 @@ def grouped_wgrad(
     accum: jax.Array | None = None,
 ) -> jax.Array:
     """scaled_ragged_wgrad without the checks."""
-    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, group_sizes]
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, _groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
     return grouped_wgrad_p(*map(jnp.asarray, operands), **params)[0]
@@ -87,7 +96,7 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
         _checks.check_scaled(op, name, x, scale, (1, _BLOCK))
-    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _check_tokens(op, lhs, rhs)
     _groups.check_group_sizes(op, group_sizes)
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:
@@ -100,7 +109,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     num_blocks = t // _BLOCK
     blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
     ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
-    group = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
+    group = jnp.searchsorted(ends, jnp.arange(num_blocks, dtype=jnp.int32), side="right")
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
 
     def promote(promoted, b):
@@ -112,7 +121,8 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
         return promoted.at[group[b]].add(scaled, mode="drop"), None
 
     promoted = constant_like(lhs, jnp.zeros((g, m, n), jnp.float32))
-    promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks))
+    if num_blocks > 0:
+        promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks, dtype=jnp.int32))
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]

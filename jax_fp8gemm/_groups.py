@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fp8gemm import _checks
 
 _BLOCK = _checks.SCALE_BLOCK
 _MAX_GROUPS = 1024
+_INT32_MAX = 2**31 - 1
 _SIZE_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
 
@@ -40,14 +42,23 @@ def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) 
         )
 
 
+def as_int32(group_sizes: Any) -> jax.Array:
+    """`group_sizes` as int32, larger ones saturated rather than wrapped."""
+    if isinstance(group_sizes, np.ndarray):  # int64 that jnp.asarray would wrap
+        return jnp.asarray(np.clip(group_sizes, 0, _INT32_MAX).astype(np.int32))
+    return jnp.clip(group_sizes, 0, _INT32_MAX).astype(jnp.int32)
+
+
 def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """First row of each group and the row after its last, both int32 (g,) in 0..m."""
-    # NOTE: sizes and sums are clamped at every step; sums of int32 sizes would overflow otherwise.
-    first = jnp.clip(first_row.reshape(()).astype(jnp.int32), 0, m)
-    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
-    saturating_add = lambda a, b: jnp.minimum(a + b, m)
+    # NOTE: clamped to m at every step, in uint32: sums of sizes would overflow otherwise.
+    limit = jnp.uint32(m)
+    first = jnp.clip(first_row.reshape(()), 0, m).astype(jnp.uint32)
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.uint32)
+    saturating_add = lambda a, b: jnp.minimum(a + b, limit)
     ends = saturating_add(first, jax.lax.associative_scan(saturating_add, sizes))
-    return jnp.concatenate([first[None], ends[:-1]]), ends
+    ends = ends.astype(jnp.int32)
+    return jnp.concatenate([first.astype(jnp.int32)[None], ends[:-1]]), ends
 
 
 def group_of_rows(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:

@@ -6,6 +6,7 @@ with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,7 +130,8 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
     x = replicate(jnp.asarray(x))
     if x.ndim == 2:
         return quantize_p(x, **params)
-    results = jax.vmap(lambda x: quantize_p(x, **params))(x.reshape(-1, *x.shape[-2:]))
+    batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    results = jax.vmap(lambda x: quantize_p(x, **params))(batch)
     return [result.reshape(*x.shape[:-2], *result.shape[1:]) for result in results]
 
 

@@ -45,7 +45,8 @@ def quantize_ragged(
     Returns:
       ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
       at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
-      block and of the array is zero. Not differentiable.
+      block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
+      differentiable.
     Raises:
       TypeError: a dtype. ValueError: a rank, or more than 1024 groups.
     """
@@ -86,7 +87,7 @@ def rows_and_ragged_columns(
 def _run(x, group_sizes, first_row, with_rows: bool, dtype, pow2_scale, implementation):
     return quantize_ragged_p(
         jnp.asarray(x),
-        jnp.asarray(group_sizes),
+        _groups.as_int32(group_sizes),
         first_row,
         with_rows=with_rows,
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
@@ -108,7 +109,7 @@ def _shape_rule(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_
 def _reference(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
     x = x.astype(jnp.float32)
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
-    columns = x.at[source].get(mode="fill", fill_value=0).T
+    columns = jnp.pad(x, ((0, 1), (0, 0)))[source].T
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if with_rows else []
     return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
 

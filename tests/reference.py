@@ -177,3 +177,72 @@ def assert_same_bits(actual: ArrayLike, expected: ArrayLike, what: str = "") -> 
             f"{what}: {len(where)} of {a.size} elements differ; first at {i}: "
             f"{actual[i]} ({a[i]:#x}), expected {expected[i]} ({e[i]:#x})"
         )
+
+
+def row_ranges(group_sizes: ArrayLike, m: int, first_row: int = 0) -> list[tuple[int, int]]:
+    """First row of each group and the row after its last, one group after another, within 0..m."""
+    start = min(max(first_row, 0), m)
+    ranges = []
+    for size in map(int, np.asarray(group_sizes)):
+        end = min(start + max(size, 0), m)
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def quantize_ragged(
+    x: ArrayLike,
+    group_sizes: ArrayLike,
+    fmt: DTypeLike = E4M3,
+    pow2: bool = False,
+    first_row: int = 0,
+) -> Quantized:
+    """quantize(axis=-2) of each group of rows of x (m, k) alone, each at a multiple of 128 columns.
+
+    Returns values (k, t) and scale (k, t / 128), t = (m + 127 g) // 128 * 128. The rest of a
+    group's last block counts as zeros, as do blocks of no group.
+    """
+    x = np.asarray(x)
+    m, k = x.shape
+    t = (m + 127 * np.size(group_sizes)) // SCALE_BLOCK * SCALE_BLOCK
+    values, scale = quantize(np.zeros((t, k), np.float32), axis=-2, fmt=fmt, pow2=pow2)
+    block = 0
+    for start, end in row_ranges(group_sizes, m, first_row):
+        padded = np.pad(x[start:end], ((0, (start - end) % SCALE_BLOCK), (0, 0)))
+        group_values, group_scale = quantize(padded, axis=-2, fmt=fmt, pow2=pow2)
+        values[:, block * SCALE_BLOCK :][:, : len(padded)] = group_values
+        scale[:, block:][:, : group_scale.shape[1]] = group_scale
+        block += group_scale.shape[1]
+    return values, scale
+
+
+def grouped_gemm(
+    lhs: ArrayLike,
+    lhs_scale: ArrayLike,
+    rhs: ArrayLike,
+    rhs_scale: ArrayLike,
+    group_sizes: ArrayLike,
+    first_row: int = 0,
+) -> NDArray[np.float64]:
+    """gemm of each group of rows of lhs (m, k) with its own rhs[i] (n, k); zeros elsewhere."""
+    lhs, lhs_scale, rhs, rhs_scale = map(np.asarray, (lhs, lhs_scale, rhs, rhs_scale))
+    out = np.zeros((lhs.shape[0], rhs.shape[1]))
+    for i, (start, end) in enumerate(row_ranges(group_sizes, lhs.shape[0], first_row)):
+        out[start:end] = gemm(lhs[start:end], lhs_scale[start:end], rhs[i], rhs_scale[i])
+    return out
+
+
+def grouped_wgrad(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    lhs_fmt: DTypeLike = E4M3,
+    rhs_fmt: DTypeLike = E4M3,
+) -> NDArray[np.float64]:
+    """lhs^T . rhs over the rows of each group, both quantised along them: (g, k, n) in float64."""
+    lhs, rhs = np.asarray(lhs), np.asarray(rhs)
+    out = np.zeros((np.size(group_sizes), lhs.shape[1], rhs.shape[1]))
+    for i, (start, end) in enumerate(row_ranges(group_sizes, lhs.shape[0])):
+        lhs_t = fake_quantize(lhs[start:end], axis=-2, fmt=lhs_fmt)
+        out[i] = lhs_t @ fake_quantize(rhs[start:end], axis=-2, fmt=rhs_fmt).T
+    return out

@@ -69,3 +69,17 @@ QUANTIZE = (
     (65, 576),
     (1, 7168),
 )
+
+# (m rows, group_sizes), and what each is here for. Few pairs of m and g: each is a compilation.
+GROUPS = {
+    "one group": (130, (130,)),
+    "one group holds all": (200, (0, 200, 0)),
+    "around half a tile": (200, (63, 64, 65)),
+    "around a tile": (384, (127, 128, 129)),
+    "sum below m": (200, (70, 0, 60)),
+    "sum above m": (200, (128, 100, 5)),
+    "all empty": (200, (0, 0, 0)),
+    "single rows": (5, (1, 1, 1, 1, 1)),
+    "empty groups first, between and last": (140, (0, 2, 0, 0, 129, 9, 0)),
+    "bad sizes": (140, (-3, 40, 0, 2**31 - 1, 9, -(2**31), 5)),
+}

@@ -179,7 +179,7 @@ def test_vmap_of_quantize_both(m):
     assert_quantized(columns, x, *COLUMNS, E4M3)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4)])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4), (3, 0, 4), (3, 4, 0)])
 @pytest.mark.parametrize("block, axis", [ROWS, COLUMNS, SQUARE])
 def test_empty_arrays(shape, block, axis):
     x = np.zeros(shape, np.float32)
