@@ -13,6 +13,7 @@ from jax_fp8gemm._quantize import quantize as quantize
 from jax_fp8gemm._quantize import quantize_both as quantize_both
 from jax_fp8gemm._quantize_ragged import quantize_ragged as quantize_ragged
 from jax_fp8gemm._ragged_dot import ragged_dot as ragged_dot
+from jax_fp8gemm._ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_fp8gemm._recipe import BF16 as BF16
 from jax_fp8gemm._recipe import DEEPSEEK_V3 as DEEPSEEK_V3
 from jax_fp8gemm._recipe import HYBRID as HYBRID

@@ -173,10 +173,10 @@ def _gemm_shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, 
 
 def _gemm_reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
     if lhs.ndim == 3:
-        sizes = group_sizes[:, None]
-        one = lambda *operands: _gemm_reference(*operands, first_row, out_dtype=out_dtype)[0]
-        operands = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], sizes)
-        return [lax.map(lambda xs: one(*xs), operands)]
+        one = lambda xs: _gemm_reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
+        return [
+            lax.map(one, (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None]))
+        ]
     (m, _), (g, n, _) = lhs.shape, rhs.shape
     group = _groups.group_of_rows(group_sizes, first_row, m)[:, None]
 
