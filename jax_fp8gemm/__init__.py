@@ -1,5 +1,6 @@
 """FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX."""
 
+from jax_fp8gemm import moe as moe
 from jax_fp8gemm._backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._backend_info import backend_info as backend_info
 from jax_fp8gemm._dot_general import dot_general as dot_general
@@ -13,6 +14,7 @@ from jax_fp8gemm._quantize import quantize as quantize
 from jax_fp8gemm._quantize import quantize_both as quantize_both
 from jax_fp8gemm._quantize_ragged import quantize_ragged as quantize_ragged
 from jax_fp8gemm._ragged_dot import ragged_dot as ragged_dot
+from jax_fp8gemm._ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_fp8gemm._recipe import BF16 as BF16
 from jax_fp8gemm._recipe import DEEPSEEK_V3 as DEEPSEEK_V3
 from jax_fp8gemm._recipe import HYBRID as HYBRID

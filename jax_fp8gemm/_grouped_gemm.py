@@ -104,10 +104,10 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
 
 def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
     if lhs.ndim == 3:
-        sizes = group_sizes[:, None]
-        one = lambda *operands: _reference(*operands, first_row, out_dtype=out_dtype)[0]
-        operands = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], sizes)
-        return [lax.map(lambda xs: one(*xs), operands)]
+        one = lambda xs: _reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
+        return [
+            lax.map(one, (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None]))
+        ]
     (m, _), (g, n, _) = lhs.shape, rhs.shape
     group = _groups.group_of_rows(group_sizes, first_row, m)[:, None]
 

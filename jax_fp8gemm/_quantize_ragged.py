@@ -70,7 +70,8 @@ def ragged_columns(
     x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
 ) -> ScaledArray:
     """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
-    return ScaledArray(*_run(x, group_sizes, first_row, False, dtype, pow2_scale, implementation))
+    values, scale = _run(x, group_sizes, first_row, "column", dtype, pow2_scale, implementation)
+    return ScaledArray(values, scale)
 
 
 def rows_and_ragged_columns(
@@ -78,63 +79,67 @@ def rows_and_ragged_columns(
 ) -> tuple[ScaledArray, ScaledArray]:
     """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
     rows, row_scale, columns, column_scale = _run(
-        x, group_sizes, first_row, True, dtype, pow2_scale, implementation
+        x, group_sizes, first_row, "row_column", dtype, pow2_scale, implementation
     )
     return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
 
 
 @jax.named_scope("fp8gemm_quantize_ragged")
-def _run(x, group_sizes, first_row, with_rows: bool, dtype, pow2_scale, implementation):
+def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation):
     return quantize_ragged_p(
         jnp.asarray(x),
         _groups.as_int32(group_sizes),
         first_row,
-        with_rows=with_rows,
+        mode=mode,
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
         pow2_scale=bool(pow2_scale),
         implementation=implementation,
     )
 
 
-def _shape_rule(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
+def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
     _check("quantize_ragged", x, group_sizes)
     m, k = x.shape
     t = _groups.ragged_extent(m, group_sizes.shape[0])
     values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
     scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    rows = [values(m, k), scale(m, _checks.num_blocks(k))] if with_rows else []
-    return [*rows, values(k, t), scale(k, t // _BLOCK)]
+    rows = [values(m, k), scale(m, _checks.num_blocks(k))]
+    columns = [values(k, t), scale(k, t // _BLOCK)]
+    return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
 
 
-def _reference(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
+def _reference(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
     x = x.astype(jnp.float32)
+    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
+    if mode == "row":
+        return rows
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
     columns = jnp.pad(x, ((0, 1), (0, 0)))[source].T
-    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if with_rows else []
     return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
 
 
-def _ffi_call(x, group_sizes, first_row, *, with_rows: bool, e5m2: bool, pow2_scale: bool):
-    params: dict[str, Any] = dict(with_rows=with_rows, e5m2=e5m2, pow2_scale=pow2_scale)
+def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
     results = _shape_rule(x, group_sizes, first_row, **params)
     if x.size == 0:
         return _reference(x, group_sizes, first_row, **params)
     # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    groups = [] if mode == "row" else [group_sizes, first_row]
     config = dict(
-        mode=np.int32(MODES.index("row_column" if with_rows else "column")),
+        mode=np.int32(MODES.index(mode)),
         input=np.int32(INPUTS.index(x.dtype.name)),
         e5m2=np.int32(e5m2),
         pow2_scale=np.int32(pow2_scale),
-        ragged=np.int32(1),
+        ragged=np.int32(mode != "row"),
     )
     call = jax.ffi.ffi_call(
         _ffi.QUANTIZE_TARGET,
         results,
-        input_layouts=[row_major, vector, vector],
+        input_layouts=[row_major, vector, vector][: 1 + len(groups)],
         output_layouts=[row_major, column_major] * (len(results) // 2),
     )
-    return list(call(x, group_sizes.astype(jnp.int32), first_row, config=config))
+    return list(call(x, *groups, config=config))
 
 
 def _batch_rule(operands, dims, **params):
@@ -143,11 +148,14 @@ def _batch_rule(operands, dims, **params):
     return results, [0] * len(results)
 
 
-def _dce_rule(used, *, with_rows: bool, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Without the rows where only the columns are used."""
-    if with_rows and not any(used[:2]):
-        return dict(params, with_rows=False), (2, 3)
-    return dict(params, with_rows=with_rows), range(len(used))
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Along one axis only, where the results along the other are not used."""
+    kept = range(len(used))
+    if mode == "row_column" and not any(used[2:]):
+        mode, kept = "row", (0, 1)
+    elif mode == "row_column" and not any(used[:2]):
+        mode, kept = "column", (2, 3)
+    return dict(params, mode=mode), kept
 
 
 quantize_ragged_p = define_primitive(

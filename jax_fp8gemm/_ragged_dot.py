@@ -33,6 +33,7 @@ from jax_fp8gemm._matmul_spec import (
 from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
+from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 
@@ -91,25 +92,25 @@ def ragged_dot(
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
     op = "ragged_dot"
-    _check_operands(op, lhs, rhs, group_sizes, group_offset)
+    check_operands(op, lhs, rhs, group_sizes, group_offset)
     is_scaled = isinstance(rhs, ScaledArray)
     spec = make_spec(
         op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
     )
     xla_precision = check_precision(op, precision, spec)
-    lhs, rhs, group_sizes = jax.tree.map(
-        lambda x: replicate(jnp.asarray(x)), (lhs, rhs, group_sizes)
-    )
+    operands = lhs, rhs, _groups.as_int32(group_sizes)
+    lhs, rhs, group_sizes = jax.tree.map(lambda x: replicate(jnp.asarray(x)), operands)
     sizes, first_row = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
     if xla_precision is not None or not recipe.is_fp8:
-        rhs = rhs.dequantize(lhs.dtype) if is_scaled else rhs
-        out = _xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
+        rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+        out = xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
     else:
         out = _grouped_product(spec, lhs, rhs, sizes, first_row)
     return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
-def _check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
+def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
+    """Raises unless these are operands of ragged_dot."""
     _checks.check_array(op, "lhs", lhs)
     _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
     _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
@@ -148,7 +149,7 @@ def _local_groups(
     if group_offset is None:
         return group_sizes, jnp.zeros((1,), jnp.int32)
     starts, ends = _groups.row_ranges(group_sizes, jnp.zeros((1,), jnp.int32), m)
-    offset = jnp.asarray(group_offset)[0]
+    offset = jnp.maximum(jnp.asarray(group_offset)[0], 0)
     sizes = lax.dynamic_slice_in_dim(ends - starts, offset, g)
     return sizes, lax.dynamic_slice_in_dim(starts, offset, g)[:1]
 
@@ -167,7 +168,7 @@ def _product(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> ja
     args = quantize_args(spec, spec.recipe.fwd)
     rows = quantize(lhs, **args)
     rhs = rhs.T if isinstance(rhs, ScaledArray) else quantize_transposed(rhs, **args)
-    return _gemm_as(spec, spec.out_dtype, rows, rhs, sizes, first_row)
+    return gemm_as(spec, spec.out_dtype, rows, rhs, sizes, first_row)
 
 
 def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
@@ -180,7 +181,7 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -
     if spec.rhs_dtype is not None:
         rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
     rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
-    out = _gemm_as(spec, spec.out_dtype, rows, rhs.T, sizes, first_row)
+    out = gemm_as(spec, spec.out_dtype, rows, rhs.T, sizes, first_row)
     kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), (*kept, sizes, first_row)
 
@@ -194,7 +195,7 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
     else:
         rows = quantize(dout, **args)
     with jax.named_scope("dlhs"):
-        dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row)
+        dlhs = gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row)
     if spec.rhs_dtype is None:
         return dlhs, None, None, None
     with jax.named_scope("drhs"):
@@ -209,37 +210,12 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
+def gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
     """grouped_gemm with a result of any float dtype: f16 by way of f32."""
     out = grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), spec.implementation)
     return out.astype(dtype)
 
 
-def _with_rows_before(sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
-    """Sizes for lax, whose groups start at row 0: the rows before ours are one group more."""
-    starts, ends = _groups.row_ranges(sizes, first_row, m)
-    return jnp.concatenate([starts[:1], ends - starts])
-
-
-def _xla_ragged_dot(lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any) -> jax.Array:
-    sizes = _with_rows_before(sizes, first_row, lhs.shape[0])
-    rhs = jnp.concatenate([jnp.zeros_like(rhs[:1]), rhs])
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-    return lax.ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=out_dtype)
-
-
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row) -> jax.Array:
-    (m, _), (g,) = lhs.shape, sizes.shape
-    # Rows of no group may hold NaN, which no sum must meet.
-    is_in_group = (_groups.group_of_rows(sizes, first_row, m) < g)[:, None]
-    lhs, dout = (jnp.where(is_in_group, x.astype(jnp.bfloat16), 0) for x in (lhs, dout))
-    over_rows = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[],
-    )
-    sizes = _with_rows_before(sizes, first_row, m)
-    return lax.ragged_dot_general(lhs, dout, sizes, over_rows, preferred_element_type=jnp.float32)[
-        1:
-    ]
+    lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
+    return xla_ragged_contraction(lhs, dout, sizes, first_row, None, jnp.float32)

@@ -9,16 +9,30 @@ import sys
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
-def test_quickstart_trains_both_models_alike():
-    sizes = ["--steps", "4", "--layers", "1", "--batch", "1"]
-    command = [sys.executable, str(EXAMPLES / "quickstart.py"), *sizes, "--dim", "128"]
+def losses(script, *args):
+    """(step, bf16 loss, fp8 loss) of each line of the table that an example prints."""
+    command = [sys.executable, str(EXAMPLES / script), *args]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "cuda kernels" in done.stdout  # which backend ran
-    rows = re.findall(r"^ +(\d) +(\d+\.\d{4}) +(\d+\.\d{4})$", done.stdout, re.MULTILINE)
-    assert [int(step) for step, *_ in rows] == [1, 2, 3, 4]
+    rows = re.findall(r"^ +(\d+) +(\d+\.\d{4}) +(\d+\.\d{4})$", done.stdout, re.MULTILINE)
+    return [(int(step), float(bf16), float(fp8)) for step, bf16, fp8 in rows]
+
+
+def test_quickstart_trains_both_models_alike():
+    sizes = ["--layers", "1", "--batch", "1", "--dim", "128"]
+    rows = losses("quickstart.py", "--steps", "4", *sizes)
+    assert [step for step, *_ in rows] == [1, 2, 3, 4]
     for _, bf16, fp8 in rows:
         # log(256) = 5.5 at the start; FP8 moves a loss by parts in a thousand, not more.
-        assert 3 < float(bf16) < 7 and abs(float(fp8) / float(bf16) - 1) < 0.01
+        assert 3 < bf16 < 7 and abs(fp8 / bf16 - 1) < 0.01
     assert rows[0][1] != rows[3][1]
+
+
+def test_moe_layer_trains_both_layers_alike():
+    rows = losses("moe_layer.py", "--steps", "20", "--tokens", "128")
+    assert [step for step, *_ in rows] == list(range(2, 21, 2))
+    for _, bf16, fp8 in rows:
+        assert abs(fp8 / bf16 - 1) < 0.01
+    assert rows[-1][1] < 0.9 * rows[0][1]

@@ -120,9 +120,10 @@ def test_rows_and_columns_equal_their_two_halves(first_row):
 def test_rows_that_nothing_uses_are_not_quantised():
     first_row = jnp.zeros((1,), jnp.int32)
     both = lambda *args: rows_and_ragged_columns(*args, first_row, E4M3, False, None)
-    with_rows = lambda function: _equation_after_dce(function).params["with_rows"]
-    assert with_rows(both) and with_rows(lambda *args: both(*args)[0])
-    assert not with_rows(lambda *args: both(*args)[1])
+    mode = lambda function: _equation_after_dce(function).params["mode"]
+    assert mode(both) == "row_column"
+    assert mode(lambda *args: both(*args)[0]) == "row"
+    assert mode(lambda *args: both(*args)[1]) == "column"
     x, sizes = wide(140, 5), (9, 130)
     columns = jax.jit(lambda *args: both(*args)[1])(jnp.asarray(x), int32(sizes))
     assert_quantized(columns, x, sizes)

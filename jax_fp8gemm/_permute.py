@@ -1,0 +1,148 @@
+"""permute and unpermute: rows to their experts and back.
+
+Rows move by gathers alone, forward and backward, through the permutation or its inverse, and the
+rows of a token are added in the order of its choices: no result depends on the order in which
+threads finish, as a scatter-add's does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks
+from jax_fp8gemm._primitive import match_varying, replicate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Int32
+
+
+@jax.named_scope("fp8gemm_permute")
+def permute(
+    x: Float[Array, "m d"], indices: Int[Array, "m top_k"], num_experts: int
+) -> tuple[Float[Array, "rows d"], Int32[Array, " num_experts"], Int32[Array, "m top_k"]]:
+    """Copies each row once for each of its experts, and sorts the copies by expert, stably.
+
+    Args:
+      x: (m, d) bf16, f16 or f32.
+      indices: (m, top_k) integers. One outside 0..num_experts-1 is no expert: its copy comes
+        after all groups, where moe_mlp and ragged_dot make it zero.
+      num_experts: at least 1.
+    Returns:
+      rows (m * top_k, d), group_sizes (num_experts,), and order (m, top_k), for unpermute:
+      rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. Differentiable in x.
+    Raises:
+      TypeError: a dtype. ValueError: shapes.
+    """
+    op = "permute"
+    for name, operand in (("x", x), ("indices", indices)):
+        _checks.check_array(op, name, operand)
+    _checks.check_dtype(op, "x", x, _checks.FLOAT_DTYPES)
+    _checks.check_ndim(op, "x", x, 2, "(m, d)")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: indices must be integers; got {_checks.short_type(indices)}")
+    if indices.ndim != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] == 0:
+        raise ValueError(
+            f"{op}: indices must be (m, top_k) for x (m, d), with top_k >= 1; "
+            f"got indices {_checks.short_type(indices)}, x {_checks.short_type(x)}"
+        )
+    if num_experts < 1:
+        raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts}")
+    x, indices = _prepare(x, indices)
+    expert = indices.astype(jnp.int32).reshape(-1)
+    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    group_sizes = jnp.sum(expert[:, None] == experts, axis=0, dtype=jnp.int32)
+    choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    order = _inverse(choice).reshape(indices.shape)
+    return _copy_rows(x, choice, order), group_sizes, order
+
+
+@jax.named_scope("fp8gemm_unpermute")
+def unpermute(
+    rows: Float[Array, "rows d"],
+    order: Int32[Array, "m top_k"],
+    weights: Float[Array, "m top_k"],
+) -> Float[Array, "m d"]:
+    """Adds up the rows of each token by weight: sum over j of weights[i, j] * rows[order[i, j]].
+
+    In f32, j ascending, then rounded to the dtype of rows.
+
+    Args:
+      rows: (m * top_k, d) bf16, f16 or f32, sorted by expert.
+      order: (m, top_k) int32, of permute.
+      weights: (m, top_k) bf16, f16 or f32.
+    Returns:
+      (m, d) array. Differentiable in rows and weights.
+    Raises:
+      TypeError: a dtype. ValueError: shapes.
+    """
+    op = "unpermute"
+    for name, operand in (("rows", rows), ("order", order), ("weights", weights)):
+        _checks.check_array(op, name, operand)
+    for name, operand in (("rows", rows), ("weights", weights)):
+        _checks.check_dtype(op, name, operand, _checks.FLOAT_DTYPES)
+    _checks.check_dtype(op, "order", order, (jnp.dtype(jnp.int32),))
+    shapes_agree = order.ndim == 2 and order.shape[1] > 0 and order.shape == weights.shape
+    if not shapes_agree or rows.ndim != 2 or order.size != rows.shape[0]:
+        raise ValueError(
+            f"{op}: order and weights must be (m, top_k) for rows (m * top_k, d); "
+            f"got order {_checks.short_type(order)}, weights {_checks.short_type(weights)}, "
+            f"rows {_checks.short_type(rows)}"
+        )
+    return _add_weighted(*_prepare(rows, order, weights))
+
+
+def _prepare(*operands: Any) -> tuple[jax.Array, ...]:
+    return match_varying(*(replicate(jnp.asarray(x)) for x in operands))
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    rank = jnp.arange(permutation.size, dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
+
+
+def _sum_of_rows(rows: jax.Array, order: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """f32 sums over j of (weights[:, j] times) rows[order[:, j]]."""
+    terms = [_take(rows, column).astype(jnp.float32) for column in order.T]
+    if weights is not None:
+        terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
+    # One addition after another: a reduction would leave their order to XLA.
+    return functools.reduce(jnp.add, terms)
+
+
+@jax.custom_vjp
+def _copy_rows(x: jax.Array, choice: jax.Array, order: jax.Array) -> jax.Array:
+    return _take(x, choice // order.shape[1])
+
+
+def _copy_rows_bwd(order: jax.Array, drows: jax.Array) -> tuple[Any, ...]:
+    return _sum_of_rows(drows, order, None).astype(drows.dtype), None, None
+
+
+_copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order), _copy_rows_bwd)
+
+
+@jax.custom_vjp
+def _add_weighted(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+    return _sum_of_rows(rows, order, weights).astype(rows.dtype)
+
+
+def _add_weighted_bwd(residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    rows, order, weights = residuals
+    choice = _inverse(order.reshape(-1))
+    dout = dout.astype(jnp.float32)
+    weight = _take(weights.astype(jnp.float32).reshape(-1), choice)
+    drows = _take(dout, choice // order.shape[1]) * weight[:, None]
+    dweights = jnp.sum(_take(rows, order).astype(jnp.float32) * dout[:, None], axis=2)
+    return drows.astype(rows.dtype), None, dweights.astype(weights.dtype)
+
+
+_add_weighted.defvjp(lambda *operands: (_add_weighted(*operands), operands), _add_weighted_bwd)

@@ -1,0 +1,203 @@
+"""ragged_dot_general: the grouped product over rows, or over the contraction of each group.
+
+Ragged rows are ragged_dot's. Ragged contraction, for lhs (m, k), rhs (m, n), the cotangent
+dout (g, k, n) and the rows of group i, in brackets the scale blocks along the contraction:
+
+    out[i]     = lhs[rows]^T [1x128 along rows] . rhs[rows] [1x128 along rows] 1d1d
+    dlhs[rows] = rhs[rows]   [1x128 along n]    . dout[i]^T [128x128]          1d2d
+    drhs[rows] = lhs[rows]   [1x128 along k]    . dout[i]   [128x128]          1d2d, dlhs's values
+
+Accumulation is f32 throughout. lhs and rhs are each read once for both of their quantisations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._grouped_wgrad import grouped_wgrad
+from jax_fp8gemm._matmul_spec import (
+    MatmulSpec,
+    check_precision,
+    kernel_dtype,
+    make_spec,
+    name_residual,
+    quantize_args,
+)
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation, quantize
+from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
+from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot
+from jax_fp8gemm._ragged_xla import xla_ragged_contraction
+from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._scaled_array import ScaledArray
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_SUPPORTED = (
+    "ragged rows, (m, k), (g, k, n) -> (m, n), or a ragged contraction, (m, k), (m, n) -> "
+    "(g, k, n), with the dimensions of lhs and rhs in any order"
+)
+
+
+def ragged_dot_general(
+    lhs: Float[Array, ...],
+    rhs: Float[Array, ...],
+    group_sizes: Int[Array, " g"],
+    ragged_dot_dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Int[Array, " 1"] | None = None,
+    *,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    out_sharding: Any = None,
+) -> Float[Array, ...]:
+    """jax.lax.ragged_dot_general in FP8, for ragged rows and for a ragged contraction.
+
+    Ragged rows: (m, k), (g, k, n) -> (m, n), as `ragged_dot`. Ragged contraction: (m, k), (m, n) ->
+    (g, k, n), where the next group_sizes[i] rows of lhs and rhs make result i. The dimensions of
+    lhs and rhs may come in any order: XLA transposes them to the order above. Arguments as in lax;
+    differentiable once, in reverse mode. vmap runs one element after another.
+
+    Args:
+      lhs, rhs: bf16, f16 or f32.
+      group_sizes: as for `ragged_dot`. Rows past the sum reach no result.
+      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers.
+      precision: as for `ragged_dot`; HIGH or HIGHEST is jax.lax.ragged_dot_general.
+      preferred_element_type, implementation, out_sharding: as for `ragged_dot`.
+      group_offset: as for `ragged_dot`; ragged rows only.
+      recipe: formats and scale blocks. Its wgrad says nothing of a ragged contraction, which is
+        itself what was asked for, in FP8.
+    Returns:
+      (m, n) or (g, k, n) array; zero for an empty group. Gradients have the dtypes of their
+      operands, and are zero in rows of no group.
+    Raises:
+      TypeError: a dtype. ValueError: dimension numbers, shapes, precision, implementation.
+      NotImplementedError: a ragged batch, other batch dimensions, several contracting or free
+        dimensions, group_offset in a ragged contraction, a second derivative.
+      RuntimeError: implementation="cuda" where the kernels cannot run.
+
+    The backward pass of a ragged contraction keeps lhs and rhs quantised along their rows, under
+    the names of CHECKPOINT_NAMES.
+    """
+    op = "ragged_dot_general"
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        _checks.check_array(op, name, x, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+        _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+    lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
+    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    xla_precision = check_precision(op, precision, spec)
+    lhs, rhs = jnp.transpose(lhs, lhs_order), jnp.transpose(rhs, rhs_order)
+    if rhs.ndim == 3:
+        check_operands(op, lhs, rhs, group_sizes, group_offset)
+        return ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            group_offset,
+            recipe=recipe,
+            implementation=implementation,
+            out_sharding=out_sharding,
+        )
+    _checks.check_array(op, "group_sizes", group_sizes)
+    _groups.check_group_sizes(op, group_sizes)
+    if group_offset is not None:
+        raise NotImplementedError(
+            f"{op}: group_offset must be None in a ragged contraction; "
+            f"got group_offset {_checks.short_type(group_offset)}. Slice the result instead."
+        )
+    lhs, rhs, sizes = map(replicate, (lhs, rhs, _groups.as_int32(group_sizes)))
+    out = _contract(spec, lhs, rhs, sizes, xla_precision)
+    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+
+def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The orders in which lhs is (m, k), and rhs (g, k, n) or, to contract rows, (m, n)."""
+    if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            f"{op}: ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers; "
+            f"got {type(numbers).__name__}"
+        )
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    got = f"got {numbers}, lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
+    lhs_named, rhs_named = (*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch, *groups)
+    for x, dims in ((lhs, lhs_named), (lhs, ragged), (rhs, rhs_named)):
+        if len(set(dims)) != len(dims) or not all(0 <= d < x.ndim for d in dims):
+            raise ValueError(
+                f"{op}: dimension numbers must name dimensions of lhs and rhs, each once; {got}"
+            )
+    has_ragged_rows = not set(ragged) & set(lhs_named)
+    if len(ragged) != 1 or len(groups) != int(has_ragged_rows):
+        raise ValueError(
+            f"{op}: lhs must have one ragged dimension, and rhs one group dimension where that "
+            f"is one of rows, else none; {got}"
+        )
+    if [lhs.shape[d] for d in lhs_contract] != [rhs.shape[d] for d in rhs_contract]:
+        raise ValueError(f"{op}: contracting dimensions of lhs and rhs must agree; {got}")
+    is_matrix = lhs.ndim == 2 and rhs.ndim == 2 + len(groups)
+    if not is_matrix or lhs_batch or rhs_batch or len(lhs_contract) != 1:
+        raise NotImplementedError(
+            f"{op}: supported are {_SUPPORTED}; {got}. Map batch dimensions with jax.vmap, or use "
+            "jax.lax.ragged_dot_general."
+        )
+    rest = lambda x, dims: (*dims, *(d for d in range(x.ndim) if d not in dims))
+    return rest(lhs, ragged), rest(rhs, (*groups, *rhs_contract))
+
+
+@jax.named_scope("fp8gemm_ragged_dot_general")
+def _contract(spec: MatmulSpec, lhs, rhs, sizes, xla_precision: Any) -> jax.Array:
+    if xla_precision is None and spec.recipe.is_fp8:
+        return _contraction(spec, *match_varying(lhs, rhs, sizes))
+    return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), xla_precision, spec.out_dtype)
+
+
+def _first_row() -> jax.Array:
+    return jnp.zeros((1,), jnp.int32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contraction(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    args = quantize_args(spec, spec.recipe.fwd)
+    lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
+    return _wgrad_as(spec, lhs_columns, rhs_columns, sizes)
+
+
+def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
+    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
+    args = quantize_args(spec, spec.recipe.fwd)
+    lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
+    rhs_rows, rhs = rows_and_ragged_columns(rhs, sizes, _first_row(), **args)
+    out = _wgrad_as(spec, lhs, rhs, sizes)
+    kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
+    return name_residual("out", out), (*kept, sizes)
+
+
+def _contraction_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, sizes = residuals
+    args = quantize_args(spec, spec.recipe.bwd)
+    quantized = quantize(dout, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    untransposed = ScaledArray(quantized.values, quantized.scale, None, quantized.block)
+    # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
+    with jax.named_scope("dlhs"):
+        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, untransposed, sizes, _first_row())
+    with jax.named_scope("drhs"):
+        drhs = gemm_as(spec, spec.rhs_dtype, lhs, quantized.T, sizes, _first_row())
+    return dlhs, drhs, None
+
+
+_contraction.defvjp(_contraction_fwd, _contraction_bwd)
+
+
+def _wgrad_as(spec: MatmulSpec, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array) -> jax.Array:
+    dtype = kernel_dtype(spec.out_dtype)
+    return grouped_wgrad(lhs, rhs, sizes, dtype, spec.implementation).astype(spec.out_dtype)

@@ -1,0 +1,172 @@
+"""swiglu_quantize and swiglu_grad_quantize: SwiGLU and its gradient, quantised as computed.
+
+For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m, f), in f32:
+
+    sigma = 1 / (1 + exp(-gate))
+    silu  = gate * sigma
+    h     = silu * up
+    dgate = (dh * up) * (sigma + silu * (1 - sigma))
+    dup   = dh * silu
+
+h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
+(_quantize_ragged.py), and never stored. Of their values the last bits are the implementation's, by
+its exp and its fusion of products and sums; what quantisation makes of them is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._scaled_array import ScaledArray
+
+_BLOCK = _checks.SCALE_BLOCK
+_INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # what a product returns
+
+
+@jax.named_scope("fp8gemm_swiglu_quantize")
+def swiglu_quantize(
+    gate_up: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    with_columns: bool,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """Quantises h: (m, f), and with_columns (f, t) as rows_and_ragged_columns."""
+    params = _params(with_columns, dtype, pow2_scale, implementation)
+    return _scaled(swiglu_quantize_p(gate_up, group_sizes, first_row, **params))
+
+
+@jax.named_scope("fp8gemm_swiglu_grad_quantize")
+def swiglu_grad_quantize(
+    gate_up: jax.Array,
+    dh: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    with_columns: bool,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """Quantises [dgate, dup]: (m, 2 f), and with_columns (2 f, t) as rows_and_ragged_columns."""
+    params = _params(with_columns, dtype, pow2_scale, implementation)
+    return _scaled(swiglu_grad_quantize_p(gate_up, dh, group_sizes, first_row, **params))
+
+
+def _params(with_columns: bool, dtype: Any, pow2_scale: bool, implementation) -> dict[str, Any]:
+    return dict(
+        mode="row_column" if with_columns else "row",
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+        implementation=implementation,
+    )
+
+
+def _scaled(results: Sequence[jax.Array]) -> tuple[ScaledArray, ScaledArray | None]:
+    rows, row_scale, *columns = results
+    return ScaledArray(rows, row_scale), ScaledArray(columns[0], columns[1]) if columns else None
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    gate, up = _halves(gate_up)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _swiglu_grad(gate_up: jax.Array, dh: jax.Array) -> jax.Array:
+    gate, up = _halves(gate_up)
+    dh = dh.astype(jnp.float32)
+    sigma = jax.nn.sigmoid(gate)
+    silu = gate * sigma
+    dgate = dh * up * (sigma + silu * (1 - sigma))
+    return jnp.concatenate([dgate, dh * silu], axis=1)
+
+
+def _halves(gate_up: jax.Array) -> Sequence[jax.Array]:
+    return jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+
+
+def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
+    """Operands: gate_up, dh for the gradient, group_sizes, first_row."""
+    gate_up, *dh, group_sizes, _ = operands
+    _checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
+    _checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
+    _groups.check_group_sizes(op, group_sizes)
+    m, n = gate_up.shape
+    if n % 2:
+        raise ValueError(
+            f"{op}: gate_up must be (m, 2 f); got gate_up {_checks.short_type(gate_up)}"
+        )
+    expected = _checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
+    if dh and _checks.short_type(dh[0]) != expected:
+        raise ValueError(f"{op}: dh must be {expected}; got {_checks.short_type(dh[0])}")
+    n = n if dh else n // 2
+    t = _groups.ragged_extent(m, group_sizes.shape[0])
+    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
+    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    rows = [values(m, n), scale(m, _checks.num_blocks(n))]
+    columns = [values(n, t), scale(n, t // _BLOCK)]
+    return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
+
+
+def _reference(activation: Callable[..., jax.Array], *operands, mode: str, **params):
+    *operands, group_sizes, first_row = operands
+    x = activation(*operands)
+    rows = columns = []
+    if mode != "column":
+        rows = quantize_blocks(x, 1, **params)
+    if mode != "row":
+        source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
+        x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m
+        columns = quantize_blocks(x_and_zeros[source].T, 1, **params)
+    return [*rows, *columns]
+
+
+def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
+    """One batch element after another: each has groups of its own."""
+
+    def rule(operands, dims, **params):
+        results = map_batch(lambda *xs: primitive()(*xs, **params), operands, dims)
+        return results, [0] * len(results)
+
+    return rule
+
+
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Rows only, or columns only, where the others are not used."""
+    kept = range(len(used))
+    if mode == "row_column" and not any(used[2:]):
+        mode, kept = "row", (0, 1)
+    elif mode == "row_column" and not any(used[:2]):
+        mode, kept = "column", (2, 3)
+    return dict(params, mode=mode), kept
+
+
+swiglu_quantize_p = define_primitive(
+    "jax_fp8gemm_swiglu_quantize",
+    shape_rule=partial(_shape_rule, "swiglu_quantize"),
+    reference=partial(_reference, swiglu),
+    ffi_call=None,
+    batch_rule=_batch_rule(lambda: swiglu_quantize_p),
+    dce_rule=_dce_rule,
+)
+
+swiglu_grad_quantize_p = define_primitive(
+    "jax_fp8gemm_swiglu_grad_quantize",
+    shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
+    reference=partial(_reference, _swiglu_grad),
+    ffi_call=None,
+    batch_rule=_batch_rule(lambda: swiglu_grad_quantize_p),
+    dce_rule=_dce_rule,
+)

@@ -1,0 +1,89 @@
+"""The problem that all tests of moe_mlp solve, and its solution in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+
+from jax_fp8gemm import DEEPSEEK_V3
+from jax_fp8gemm.moe import moe_mlp
+
+# By calc_diff, about a mean square error. f32: now and then an f32 sum that is rounded otherwise
+# moves an FP8 rounding, by 2^-4 of one value. bf16, f16: gate_up, dh and the results are rounded.
+TOLERANCE = {jnp.float32: 1e-6, jnp.float16: 1e-6, jnp.bfloat16: 5e-6}
+M, D, F = 200, 256, 96  # d : f of Qwen3-30B-A3B; the second block of 2 f holds gates and ups
+SIZES = (0, 70, 0, 101, 9)  # 20 rows of no group
+G, TOTAL = len(SIZES), sum(SIZES)
+
+
+def assert_close(found, expected, dtype=jnp.float32):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.dtype, x.shape) == (dtype, y.shape)
+        assert reference.calc_diff(x, y) < TOLERANCE[dtype]
+
+
+@functools.cache
+def random(*shape, seed=0, scale=1.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
+
+
+def problem(dtype=jnp.float32, m=M, d=D, f=F, g=G):
+    """x (m, d), w_gate_up (g, d, 2 f), w_down (g, f, d), dout (m, d)."""
+    weights = random(g, d, 2 * f, seed=1, scale=d**-0.5), random(g, f, d, seed=2, scale=f**-0.5)
+    return tuple(x.astype(dtype) for x in (random(m, d), *weights, random(m, d, seed=3)))
+
+
+def vjp(x, w_gate_up, w_down, dout, sizes, recipe):
+    """(out, dx, dw_gate_up, dw_down)."""
+    mlp = lambda *args: moe_mlp(*args, sizes, recipe=recipe)
+    out, pullback = jax.vjp(mlp, x, w_gate_up, w_down)
+    return out, *pullback(dout)
+
+
+_jitted_vjp = jax.jit(vjp, static_argnames="recipe")
+
+
+def run(operands, sizes=SIZES, recipe=DEEPSEEK_V3):
+    """vjp of operands (x, w_gate_up, w_down, dout); compiled once for all sizes."""
+    return _jitted_vjp(*operands, jnp.asarray(sizes, jnp.int32), recipe)
+
+
+def truth(operands, sizes=SIZES, **kwargs):
+    """vjp of each group alone in float64, zero in rows of no group."""
+    x, w_gate_up, w_down, dout = map(np.asarray, operands)
+    results = [np.zeros(operand.shape) for operand in (x, x, w_gate_up, w_down)]
+    for i, (start, end) in enumerate(reference.row_ranges(sizes, x.shape[0])):
+        rows = slice(start, end)
+        one = _mlp_vjp(x[rows], w_gate_up[i], w_down[i], dout[rows], **kwargs)
+        results[0][rows], results[1][rows], results[2][i], results[3][i] = one
+    return results
+
+
+def _mlp_vjp(
+    x, w_gate_up, w_down, dout, *, fwd=reference.E4M3, bwd=reference.E4M3, pow2=False, fp8=True
+):
+    """(out, dx, dw_gate_up, dw_down) of one expert; without fp8 gate_up is not rounded either."""
+    kept = np.float32 if x.dtype == np.float16 else x.dtype
+    if fp8:
+        quantised = lambda x, fmt, **kw: reference.fake_quantize(x, fmt=fmt, pow2=pow2, **kw)
+        rounded = lambda x: x.astype(kept).astype(np.float64)
+    else:
+        quantised = lambda x, fmt, block=None, axis=-1: (
+            np.asarray(x, np.float64).T if axis == -2 else np.asarray(x, np.float64)
+        )
+        rounded = lambda x: x
+    rows = lambda x, fmt: quantised(x, fmt)
+    columns = lambda x, fmt: quantised(x, fmt, axis=-2)
+    w_gate_up, w_down = (quantised(w, fwd, block=(128, 128)) for w in (w_gate_up, w_down))
+    gate, up = np.split(rounded(rows(x, fwd) @ w_gate_up), 2, axis=1)
+    sigma = 1 / (1 + np.exp(-gate))
+    h = gate * sigma * up
+    out = rows(h, fwd) @ w_down
+    dh = rounded(rows(dout, bwd) @ w_down.T)
+    dgate = dh * up * sigma * (1 + gate * (1 - sigma))
+    da = np.concatenate([dgate, dh * gate * sigma], axis=1)
+    dx = rows(da, bwd) @ w_gate_up.T
+    dw_gate_up = columns(x, fwd) @ columns(da, bwd).T
+    return out, dx, dw_gate_up, columns(h, fwd) @ columns(dout, bwd).T
