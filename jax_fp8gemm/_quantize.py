@@ -229,13 +229,18 @@ def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.A
 
 def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
     """Along one axis only, or without the transposed values, where the rest is not used."""
+    if mode == "block_both" and not used[1]:
+        return dict(params, mode="block"), (0, 2)
+    return keep_used_axes(used, mode=mode, **params)
+
+
+def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
     kept = range(len(used))
     if mode == "row_column" and not any(used[2:]):
         mode, kept = "row", (0, 1)
     elif mode == "row_column" and not any(used[:2]):
         mode, kept = "column", (2, 3)
-    elif mode == "block_both" and not used[1]:
-        mode, kept = "block", (0, 2)
     return dict(params, mode=mode), kept
 
 

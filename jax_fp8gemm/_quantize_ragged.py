@@ -6,7 +6,6 @@ scales are those of quantize(axis=-2) for each group alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from jax_fp8gemm import _checks, _ffi, _groups
 from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._quantize import INPUTS, MODES, Implementation
+from jax_fp8gemm._quantize import INPUTS, MODES, Implementation, keep_used_axes
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -148,21 +147,11 @@ def _batch_rule(operands, dims, **params):
     return results, [0] * len(results)
 
 
-def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Along one axis only, where the results along the other are not used."""
-    kept = range(len(used))
-    if mode == "row_column" and not any(used[2:]):
-        mode, kept = "row", (0, 1)
-    elif mode == "row_column" and not any(used[:2]):
-        mode, kept = "column", (2, 3)
-    return dict(params, mode=mode), kept
-
-
 quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
-    dce_rule=_dce_rule,
+    dce_rule=keep_used_axes,
 )

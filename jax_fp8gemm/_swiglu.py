@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _groups
 from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -143,23 +143,13 @@ def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
     return rule
 
 
-def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Rows only, or columns only, where the others are not used."""
-    kept = range(len(used))
-    if mode == "row_column" and not any(used[2:]):
-        mode, kept = "row", (0, 1)
-    elif mode == "row_column" and not any(used[:2]):
-        mode, kept = "column", (2, 3)
-    return dict(params, mode=mode), kept
-
-
 swiglu_quantize_p = define_primitive(
     "jax_fp8gemm_swiglu_quantize",
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, swiglu),
     ffi_call=None,
     batch_rule=_batch_rule(lambda: swiglu_quantize_p),
-    dce_rule=_dce_rule,
+    dce_rule=keep_used_axes,
 )
 
 swiglu_grad_quantize_p = define_primitive(
@@ -168,5 +158,5 @@ swiglu_grad_quantize_p = define_primitive(
     reference=partial(_reference, _swiglu_grad),
     ffi_call=None,
     batch_rule=_batch_rule(lambda: swiglu_grad_quantize_p),
-    dce_rule=_dce_rule,
+    dce_rule=keep_used_axes,
 )

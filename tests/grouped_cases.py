@@ -88,6 +88,7 @@ def assert_maps(function, in_axes, elements, truth):
 
 def on_two_devices(function):
     """function on the halves of all its operands, each on a device of its own."""
+    # conftest makes four CPU devices: this skips only on a machine of one GPU.
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))

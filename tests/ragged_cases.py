@@ -138,6 +138,7 @@ def saved_residuals(function, *args):
 
 
 def mesh(axis_type):
+    # conftest makes four CPU devices: this skips only on a machine of fewer GPUs.
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")
     return jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
