@@ -35,7 +35,8 @@ bool IsInRange(const GemmConfig& c) {
          is_in(c.num_consumers, 1, 3) && is_in(c.num_accums, 1, 8) && is_in(c.num_stages, 2, 32) &&
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
          c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.out_f32) &&
-         is_flag(c.accumulate) && is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2);
+         is_flag(c.accumulate) && is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) &&
+         is_in(c.grouping, 0, 2);
 }
 
 // What must hold in a config whose fields are in range, or null if all does.
@@ -66,6 +67,9 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.block_m >= 64 || c.num_stages * c.block_n >= 64,
        "num_stages * block_n must be at least 64 where block_m is below 64"},
       {num_sums < num_registers, "sums and accumulators must fit the registers of a consumer"},
+      {c.grouping == 0 || c.cluster_m * c.cluster_n == 1, "grouped products have no clusters"},
+      {c.grouping != 1 || !c.is_1d1d, "groups of rows must have 128x128 scales of rhs"},
+      {c.grouping != 2 || c.is_1d1d, "groups of the contraction must have 1x128 scales of rhs"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
       {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % slab_columns == 0),
        "slabs need block_m of at least 64 and block_n a multiple of 64 (f32: 32)"},
@@ -83,8 +87,9 @@ const char* BrokenRule(const GemmConfig& c) {
 }  // namespace
 
 std::string GemmKernelName(const GemmConfig& config) {
-  return StrCat("fp8_gemm_", config.is_1d1d ? "1d1d_" : "1d2d_", config.block_m, "x",
-                config.block_n, config.out_f32 ? "_f32" : "_bf16",
+  static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
+  return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
+                config.block_m, "x", config.block_n, config.out_f32 ? "_f32" : "_bf16",
                 config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
                 config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
                 config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
@@ -96,9 +101,11 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
   bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
-  bytes = RoundUp(bytes, 128) + num_stages * std::max<int64_t>(64, config.block_m) * 4;
+  const int64_t num_row_scales = std::max(64, config.block_m) + (config.grouping == 1 ? 4 : 0);
+  bytes = RoundUp(bytes, 128) + num_stages * RoundUp(num_row_scales, 32) * 4;
   bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
   bytes = RoundUp(bytes, 8) + num_stages * 16;  // full and empty barriers
+  bytes += config.grouping == 0 ? 1 : (3 * (kMaxGroups + 2) + 3) * 4;
   return RoundUp(bytes, 1024);
 }
 
@@ -107,7 +114,8 @@ ffi::Error CheckGemmConfig(const GemmConfig& config) {
       IsInRange(config) ? BrokenRule(config)
                         : "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, "
                           "num_accums 1..8, num_stages 2..32, num_slabs 0..32, cluster_m and "
-                          "cluster_n 1, 2 or 4, num_sms >= cluster_m * cluster_n, flags 0 or 1";
+                          "cluster_n 1, 2 or 4, num_sms >= cluster_m * cluster_n, grouping 0..2, "
+                          "flags 0 or 1";
   if (rule == nullptr) return ffi::Error::Success();
   return InvalidArgument("gemm: ", rule, "; got ", GemmKernelName(config), ", num_sms ",
                          config.num_sms, ", ", GemmSmemBytes(config), " bytes of shared memory");
@@ -137,6 +145,7 @@ KernelSource GemmSource(const GemmConfig& config) {
   add("kClusterSize", int64_t{config.cluster_m} * config.cluster_n);
   add("kProducerRegs", registers.producer);
   add("kConsumerRegs", registers.consumer);
+  add("kGrouping", config.grouping);
   add("kIs1d1d", config.is_1d1d != 0);
   add("kOutF32", config.out_f32 != 0);
   add("kAccumulate", config.accumulate != 0);

@@ -24,11 +24,15 @@ struct GemmConfig {
   int32_t out_f32;               // out is f32, otherwise bf16
   int32_t accumulate;            // out = accum + product; f32 only
   int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
+  int32_t grouping;              // what groups cut: 0 nothing, 1 rows of lhs, 2 the contraction
   int32_t num_sms;               // CTAs to launch at most; not compiled in
 };
 
 // Elements of k that share a scale; the k of one stage.
 constexpr int64_t kScaleBlock = 128;
+
+// The group table of a grouped kernel is in shared memory.
+constexpr int64_t kMaxGroups = 1024;
 
 // A slab stages 64 rows of 128 bytes of out.
 constexpr int64_t kSlabRows = 64, kSlabRowBytes = 128, kSlabBytes = kSlabRows * kSlabRowBytes;

@@ -14,6 +14,7 @@
 #include "driver.h"
 #include "errors.h"
 #include "gemm.h"
+#include "grouped_gemm.h"
 #include "jit.h"
 #include "quantize.h"
 
@@ -35,15 +36,22 @@ nb::capsule Capsule(Handler* handler) {
 }
 
 nb::dict Registrations() {
-  nb::dict gemm, quantize, targets;
-  gemm["instantiate"] = Capsule(GemmInstantiateHandler);
-  gemm["prepare"] = Capsule(GemmPrepareHandler);
-  gemm["execute"] = Capsule(GemmExecuteHandler);
-  quantize["instantiate"] = Capsule(QuantizeInstantiateHandler);
-  quantize["prepare"] = Capsule(QuantizePrepareHandler);
-  quantize["execute"] = Capsule(QuantizeExecuteHandler);
-  targets["jax_fp8gemm_gemm"] = gemm;
-  targets["jax_fp8gemm_quantize"] = quantize;
+  const auto bundle = [](auto* instantiate, auto* prepare, auto* execute) {
+    nb::dict handlers;
+    handlers["instantiate"] = Capsule(instantiate);
+    handlers["prepare"] = Capsule(prepare);
+    handlers["execute"] = Capsule(execute);
+    return handlers;
+  };
+  nb::dict targets;
+  targets["jax_fp8gemm_gemm"] =
+      bundle(GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_gemm"] =
+      bundle(GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_wgrad"] = bundle(
+      GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
+  targets["jax_fp8gemm_quantize"] =
+      bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
   return targets;
 }
 
@@ -121,17 +129,16 @@ nb::dict CompileGemm(const nb::dict& config) {
       {"cluster_n", &GemmConfig::cluster_n},   {"is_1d1d", &GemmConfig::is_1d1d},
       {"out_f32", &GemmConfig::out_f32},       {"accumulate", &GemmConfig::accumulate},
       {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
-      {"num_sms", &GemmConfig::num_sms},
+      {"grouping", &GemmConfig::grouping},     {"num_sms", &GemmConfig::num_sms},
   };
   return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));
 }
 
 nb::dict CompileQuantize(const nb::dict& config) {
   static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
-      {"mode", &QuantizeConfig::mode},
-      {"input", &QuantizeConfig::input},
-      {"e5m2", &QuantizeConfig::e5m2},
-      {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"mode", &QuantizeConfig::mode},     {"input", &QuantizeConfig::input},
+      {"e5m2", &QuantizeConfig::e5m2},     {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"ragged", &QuantizeConfig::ragged},
   };
   return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields)));
 }

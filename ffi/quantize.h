@@ -12,6 +12,10 @@
 // has its first dimension minor: [k/128][m] and [m/128][k] in memory. Buffers start at multiples of
 // 16 bytes; a result of an empty x is empty and nothing runs.
 
+//
+// Ragged: more operands, group_sizes (g) and first_row (1), s32 of any values; 1 <= g <= 1024. The
+// columns of the transposed results are then (m + 127 g) / 128 * 128 instead of m.
+
 #ifndef JAX_FP8GEMM_QUANTIZE_H_
 #define JAX_FP8GEMM_QUANTIZE_H_
 
@@ -28,6 +32,7 @@ struct QuantizeConfig {
   int32_t input;       // dtype of x: an index into kQuantizeInputs
   int32_t e5m2;        // values are e5m2, otherwise e4m3fn
   int32_t pow2_scale;  // scales are rounded up to powers of two
+  int32_t ragged;      // column and row_column: every group of rows starts at a block of columns
 };
 
 constexpr ffi::DataType kQuantizeInputs[] = {ffi::DataType::BF16, ffi::DataType::F16,

@@ -7,7 +7,7 @@ from jax_fp8gemm._dot_general import dot_general as dot_general
 from jax_fp8gemm._ffi import FallbackWarning as FallbackWarning
 from jax_fp8gemm._gemm import scaled_matmul as scaled_matmul
 from jax_fp8gemm._grouped_gemm import scaled_ragged_dot as scaled_ragged_dot
-from jax_fp8gemm._grouped_gemm import scaled_ragged_wgrad as scaled_ragged_wgrad
+from jax_fp8gemm._grouped_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad
 from jax_fp8gemm._matmul import matmul as matmul
 from jax_fp8gemm._matmul_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._quantize import quantize as quantize

@@ -25,6 +25,8 @@ except ImportError as error:
     _ext_fault = str(error)
 
 GEMM_TARGET = "jax_fp8gemm_gemm"
+GROUPED_GEMM_TARGET = "jax_fp8gemm_grouped_gemm"
+GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
 QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 
 # H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.

@@ -26,7 +26,7 @@ Implementation = Literal["cuda", "xla"] | None
 
 # In the order of the kernel's `mode` attribute.
 MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
-_INPUTS = ("bfloat16", "float16", "float32")  # likewise, `input`
+INPUTS = ("bfloat16", "float16", "float32")  # likewise, `input`
 _BLOCK = _checks.SCALE_BLOCK
 
 
@@ -178,9 +178,10 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     layouts = {"row": [0, 1], "column": [0, 1], "row_column": [0, 1, 0, 1]}.get(mode, [])
     config = dict(
         mode=np.int32(MODES.index(mode)),
-        input=np.int32(_INPUTS.index(x.dtype.name)),
+        input=np.int32(INPUTS.index(x.dtype.name)),
         e5m2=np.int32(e5m2),
         pow2_scale=np.int32(pow2_scale),
+        ragged=np.int32(0),
     )
     call = jax.ffi.ffi_call(
         _ffi.QUANTIZE_TARGET,

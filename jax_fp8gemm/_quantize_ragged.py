@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm import _checks, _ffi, _groups
 from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._quantize import Implementation, keep_used_axes
+from jax_fp8gemm._quantize import INPUTS, MODES, Implementation, keep_used_axes
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -116,6 +117,30 @@ def _reference(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: 
     return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
 
 
+def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+    results = _shape_rule(x, group_sizes, first_row, **params)
+    if x.size == 0:
+        return _reference(x, group_sizes, first_row, **params)
+    # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    groups = [] if mode == "row" else [group_sizes, first_row]
+    config = dict(
+        mode=np.int32(MODES.index(mode)),
+        input=np.int32(INPUTS.index(x.dtype.name)),
+        e5m2=np.int32(e5m2),
+        pow2_scale=np.int32(pow2_scale),
+        ragged=np.int32(mode != "row"),
+    )
+    call = jax.ffi.ffi_call(
+        _ffi.QUANTIZE_TARGET,
+        results,
+        input_layouts=[row_major, vector, vector][: 1 + len(groups)],
+        output_layouts=[row_major, column_major] * (len(results) // 2),
+    )
+    return list(call(x, *groups, config=config))
+
+
 def _batch_rule(operands, dims, **params):
     """One batch element after another: each has groups of its own."""
     results = map_batch(lambda *xs: quantize_ragged_p(*xs, **params), operands, dims)
@@ -126,7 +151,7 @@ quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
     reference=_reference,
-    ffi_call=None,
+    ffi_call=_ffi_call,
     batch_rule=_batch_rule,
     dce_rule=keep_used_axes,
 )

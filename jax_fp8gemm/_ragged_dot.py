@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._grouped_gemm import grouped_gemm, grouped_wgrad
+from jax_fp8gemm._grouped_gemm import grouped_gemm
+from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,

@@ -70,6 +70,7 @@ class TileConfig:
         lhs_e5m2: bool,
         rhs_e5m2: bool,
         num_sms: int,
+        grouping: int = 0,
     ) -> dict[str, np.int32]:
         """Members of the FFI call's `config` attribute."""
         how = dict(
@@ -79,6 +80,7 @@ class TileConfig:
             lhs_e5m2=lhs_e5m2,
             rhs_e5m2=rhs_e5m2,
             num_sms=num_sms,
+            grouping=grouping,
         )
         return {key: np.int32(value) for key, value in (dataclasses.asdict(self) | how).items()}
 
@@ -111,6 +113,26 @@ _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
 }
 
+# The attribute `grouping`: what the groups of a product cut.
+GROUPED_ROWS, GROUPED_CONTRACTION = 1, 2
+
+# Grouped kernels keep a table of groups in shared memory, and have no clusters.
+GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
+    GROUPED_ROWS: (
+        TileConfig(64, 64, 64, 1, 2, 12, 0),
+        TileConfig(64, 128, 64, 1, 2, 8, 0),
+        TileConfig(128, 64, 64, 2, 2, 8, 0),
+        TileConfig(128, 128, 64, 2, 2, 5, 2),
+        TileConfig(128, 256, 128, 2, 1, 3, 4),
+        TileConfig(192, 128, 128, 3, 1, 4, 2),
+    ),
+    GROUPED_CONTRACTION: (
+        TileConfig(128, 128, 128, 2, 1, 5, 2),
+        TileConfig(128, 256, 128, 2, 1, 3, 4),
+        TileConfig(192, 128, 128, 3, 1, 4, 2),
+    ),
+}
+
 _forced: list[TileConfig] = []
 
 
@@ -128,6 +150,28 @@ def choose(
     if _forced:
         return _forced[-1]
     return _choose(m, n, k, is_1d1d, 4 + 4 * accumulate if out_f32 else 2, num_sms)
+
+
+def choose_grouped(
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    *,
+    is_1d1d: bool,
+    out_f32: bool,
+    accumulate: bool,
+    num_sms: int = 132,
+) -> TileConfig:
+    """Config for a grouped product, as if all groups were about as large.
+
+    1d2d: m is the rows of all groups, n and k are of one. 1d1d: the contraction; m and n are of one
+    group, k is the tokens of all.
+    """
+    if _forced:
+        return _forced[-1]
+    out_bytes = 4 + 4 * accumulate if out_f32 else 2
+    return _choose_grouped(m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
 
 
 @contextlib.contextmanager
@@ -151,6 +195,27 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     return min(candidates, key=lambda c: _time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
 
 
+@functools.lru_cache(maxsize=4096)
+def _choose_grouped(
+    m: int, n: int, k: int, num_groups: int, is_1d1d: bool, out_bytes: int, num_sms: int
+) -> TileConfig:
+    def time_us(c: TileConfig) -> float:
+        num_n = math.ceil(n / c.block_n)
+        if is_1d1d:
+            tiles = num_groups * math.ceil(m / c.block_m) * num_n
+            num_k_blocks = k / num_groups / _SCALE_BLOCK
+            dram_bytes = (m + n) * k + num_groups * m * n * out_bytes
+        else:
+            # On average half of the last tile of a group is empty.
+            tiles = max(num_groups, m / c.block_m + num_groups / 2) * num_n
+            num_k_blocks = math.ceil(k / _SCALE_BLOCK)
+            dram_bytes = (m + num_groups * n) * k + m * n * out_bytes
+        tile_clocks = _tile_clocks(c, num_k_blocks, is_1d1d, out_bytes)
+        return _launch_us(max(1, tiles / num_sms + 0.5), tile_clocks, dram_bytes)
+
+    return min(GROUPED_CONFIGS[GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS], key=time_us)
+
+
 def _time_us(
     c: TileConfig, m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int
 ) -> float:
@@ -163,6 +228,12 @@ def _time_us(
     left = is_short * num_n - (waves * num_sms - full)
     if left > 0:
         waves += _SHORT_TILE * math.ceil(left / num_sms)
+    tile_clocks = _tile_clocks(c, math.ceil(k / _SCALE_BLOCK), is_1d1d, out_bytes)
+    return _launch_us(waves, tile_clocks, (m + n) * k + m * n * out_bytes)
+
+
+def _tile_clocks(c: TileConfig, num_k_blocks: float, is_1d1d: bool, out_bytes: int) -> float:
+    """Predicted clocks of one tile."""
     efficiency = _EFFICIENCY_1D2D
     if is_1d1d:
         efficiency = _EFFICIENCY_1D1D if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
@@ -173,8 +244,12 @@ def _time_us(
         _MIN_K_BLOCK_CLOCKS,
     )
     epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK
-    tile_clocks = math.ceil(k / _SCALE_BLOCK) * k_block + epilogue
-    dram_us = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
+    return num_k_blocks * k_block + epilogue
+
+
+def _launch_us(waves: float, tile_clocks: float, dram_bytes: float) -> float:
+    """Predicted time of a launch from the tiles of one multiprocessor and the bytes of all."""
     compute_us = waves * tile_clocks / _CLOCK_MHZ
+    dram_us = dram_bytes / _DRAM_BYTES_PER_US
     overlap = _NOT_HIDDEN * min(compute_us, dram_us)
     return max(compute_us, dram_us) + overlap + waves * _WAVE_US + _LAUNCH_US

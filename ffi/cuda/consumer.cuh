@@ -4,6 +4,7 @@
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "scales.cuh"
+#include "scheduler.cuh"
 #include "tile.cuh"
 #include "wgmma.cuh"
 
@@ -24,11 +25,12 @@ struct Consumer {
 
   const GemmParams& params;
   SharedStorage& shared;
-  const int num_k_blocks;
+  int num_k_blocks;  // of the tile
   const int consumer, warp, lane;
   const int first_row;                // in the tile, of this thread
   const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
 
+  int scale_row;
   RingCursor<Config::kNumStages> ring;
   KBlock blocks[Tile::kGroup];
   uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
@@ -37,11 +39,9 @@ struct Consumer {
   float promoted[Tile::kMSubs][Config::kBlockN / 2];
 
   // NOTE: the shuffle of first_row keeps ptxas from computing it anew in every k-block.
-  __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage& shared,
-                                      int num_k_blocks, int consumer)
+  __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage& shared, int consumer)
       : params(params),
         shared(shared),
-        num_k_blocks(num_k_blocks),
         consumer(consumer),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32),
@@ -51,19 +51,23 @@ struct Consumer {
         rhs_tile(wgmma_descriptor(shared.rhs)) {}
 
   __device__ __forceinline__ void run() {
-    Scheduler scheduler(params.m, params.n, params.raster);
-    while (scheduler.next_block()) {
-      const int row = scheduler.block_m_idx * Config::kBlockM;
-      const int column = scheduler.block_n_idx * Config::kBlockN;
+    Scheduler scheduler(params, shared);
+    for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
+      const Work work = scheduler.locate(i);
+      const int row = work.row + consumer * Tile::kRows;
+      num_k_blocks = uniform(work.num_k_blocks);
+      // Where in the stage's row scales this tile begins.
+      scale_row = first_row;
+      if (Tile::kIsRagged && num_copy_lanes(params.lhs_rows) == 0) scale_row += work.lhs_row & 3;
       clear();
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
-      if (__any_sync(0xffffffff, row + consumer * Tile::kRows >= params.m)) {
+      if (__any_sync(0xffffffff, row >= work.row_end)) {
         skip_tile();
       } else {
-        multiply(128 - column % 128);
-        store(row + consumer * Tile::kRows, column);
+        multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
+        store(row, work.row_end, work.column);
       }
     }
   }
@@ -112,7 +116,9 @@ struct Consumer {
   // wgmma counts. So the barrier of the next k-block is tested early in the last promotion, and
   // waited for only if it was not yet full.
   __device__ __forceinline__ void multiply_by_one(int boundary) {
-    mbarrier_wait(&shared.full[ring.stage], ring.phase);
+    if (Config::kGrouping == kNoGroups || num_k_blocks > 0) {
+      mbarrier_wait(&shared.full[ring.stage], ring.phase);
+    }
 #pragma unroll 1
     for (int k_block = 1; k_block <= num_k_blocks; ++k_block) {
       read_scales(blocks[0]);
@@ -173,7 +179,7 @@ struct Consumer {
     for (int mi = 0; mi < Tile::kMSubs; ++mi) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lhs_scale = shared.lhs_scale[ring.stage][first_row + mi * 64 + half * 8];
+        const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
 #pragma unroll
         for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
           block.scale[i][mi][half] =
@@ -246,16 +252,19 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void store(int row, int column) {
+  // By TMA where the rows are this tile's alone as far as they reach, or end with the output.
+  __device__ __forceinline__ void store(int row, int row_end, int column) {
+    const int end = min(row_end, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
     if constexpr (Config::kNumSlabs > 0) {
-      store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
-                Config::kNumSlabs>(&params.out_map, shared.slabs[consumer], promoted, row, column,
-                                   consumer, warp, lane);
-    } else {
-      const int end = min(params.m, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
-      store_direct<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
-          params.out, params.accum, promoted, end, params.n, row, column, warp, lane);
+      if (Config::kGrouping == kNoGroups || __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
+        store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
+                  Config::kNumSlabs>(&params.out_map, shared.slabs[consumer], promoted, row, column,
+                                     consumer, warp, lane);
+        return;
+      }
     }
+    store_direct<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
+        params.out, params.accum, promoted, end, params.n, row, column, warp, lane);
   }
 };
 

@@ -42,10 +42,9 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::GemmParams params) {
   using namespace jax_fp8gemm;
   using Tile = jax_fp8gemm::Tile<Config>;
-  using Scheduler = DenseScheduler<Config>;
+  using Scheduler = typename SchedulerOf<Config, Config::kGrouping>::Type;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& shared = *reinterpret_cast<typename Tile::SharedStorage*>(dynamic_smem);
-  const int num_k_blocks = ceil_div(params.k, Tile::kScaleBlock);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
   // Initialise the barriers, for the whole cluster.
@@ -53,12 +52,13 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage], full_arrivals(Config::kIs1d1d, params.m));
+      mbarrier_init(&shared.full[stage], full_arrivals(Config::kIs1d1d, params.lhs_rows));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
     mbarrier_fence_init();
   }
+  if (threadIdx.x / 32 == 1) fill_groups<Config>(params, shared);
   if constexpr (Config::kClusterSize > 1) {
     cluster_arrive();
     cluster_wait();
@@ -71,15 +71,15 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   if (warpgroup == Config::kNumConsumers) {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_dec<Config::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
-    Producer<Config, Scheduler> producer{params, shared, num_k_blocks};
+    Producer<Config, Scheduler> producer{params, shared};
     if (warp == 0) {
-      if (elect_one()) producer.load_by_tma();
-    } else if (warp == 1 && (!Config::kIs1d1d || num_copy_lanes(params.m) > 0)) {
+      producer.load_by_tma();
+    } else if (warp == 1 && (!Config::kIs1d1d || num_copy_lanes(params.lhs_rows) > 0)) {
       producer.load_scales();
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();
-    Consumer<Config, Scheduler>(params, shared, num_k_blocks, warpgroup).run();
+    Consumer<Config, Scheduler>(params, shared, warpgroup).run();
     if constexpr (Config::kNumSlabs > 0) {
       if (threadIdx.x / 32 % 4 == 0 && elect_one()) tma_store_wait_read<0>();
     }

@@ -30,9 +30,15 @@
 // Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, a warp the scales of
 // 16 rows. Rows that are not a multiple of 8 long are read and written element by element.
 //
+// Ragged ("column" and "row_column"): the columns of `transposed` are tokens, of which every group
+// starts at a multiple of 128 (groups.cuh); it has num_columns of them, and those of no group are
+// zero. A CTA takes the rows of one block of columns. In "row_column" the rows of no group have
+// CTAs of their own, behind the groups' last block.
+//
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
+#include "groups.cuh"
 #include "quantize_fragment.cuh"
 #include "quantize_scale.cuh"
 
@@ -54,6 +60,10 @@ struct QuantizeParams {
   uint8_t* transposed;
   float* transposed_scale;
   int m, k;
+  // Ragged.
+  int num_columns, num_groups;
+  const int* group_sizes;
+  const int* first_row;
 };
 
 template <typename Config>
@@ -88,6 +98,7 @@ struct Quantizer {
   SharedStorage& shared;
   const int lane, warp;
   int first_row, first_column;  // the warp's rows, the CTA's or warp's k-block
+  int row_end;                  // rows from here on are not the CTA's, or not there
   Elements elements;
 
   __device__ __forceinline__ int half() const { return lane / 16; }
@@ -104,6 +115,7 @@ struct Quantizer {
     const int unit = blockIdx.x * kNumWarps + warp;
     first_row = unit / num_k_blocks * kWarpRows;
     first_column = unit % num_k_blocks * kScaleBlock;
+    row_end = params.m;
     if (first_row >= params.m) return;
     elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);
     quantize_rows<kIsAligned>();
@@ -111,14 +123,29 @@ struct Quantizer {
 
   template <bool kIsAligned>
   __device__ __forceinline__ void run_tile() {
-    const int group_tiles = kRaster * ceil_div(params.k, kScaleBlock);
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int num_m_blocks = gridDim.x / num_k_blocks;
+    const int group_tiles = kRaster * num_k_blocks;
     const int group_start = blockIdx.x / group_tiles * kRaster;
-    const int group_rows = min(kRaster, ceil_div(params.m, kScaleBlock) - group_start);
+    const int group_rows = min(kRaster, num_m_blocks - group_start);
     const int m_block = group_start + blockIdx.x % group_tiles % group_rows;
     const int k_block = blockIdx.x % group_tiles / group_rows;
-    first_row = m_block * kScaleBlock + warp * kWarpRows;
     first_column = k_block * kScaleBlock;
-    elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);
+    if constexpr (Config::kIsRagged) {
+      const bool is_of_group = find_rows(m_block);
+      if (!is_of_group) {
+        if constexpr (kStoresRows) {
+          elements.template load<kIsAligned>(params.x, row(), column(), row_end, params.k);
+          quantize_rows<kIsAligned>();
+        }
+        if (m_block * kScaleBlock >= params.num_columns) return;
+        row_end = 0;  // a block of zeros follows
+      }
+    } else {
+      first_row = m_block * kScaleBlock + warp * kWarpRows;
+      row_end = params.m;
+    }
+    elements.template load<kIsAligned>(params.x, row(), column(), row_end, params.k);
 
     if constexpr (kIsBlock) {
       const BlockScale block = reduce_block();
@@ -129,7 +156,8 @@ struct Quantizer {
       if constexpr (kStoresColumns) stage_columns(factors);
     } else {
       share_column_amax();
-      if constexpr (kStoresRows) quantize_rows<kIsAligned>();
+      // Rows of no group were quantised above.
+      if (kStoresRows && (!Config::kIsRagged || row_end > 0)) quantize_rows<kIsAligned>();
       __syncthreads();  // every warp's maxima are in shared.column_amax
       if (threadIdx.x < kScaleBlock) scale_column(m_block);
       __syncthreads();  // every factor is in shared.column_factor
@@ -146,6 +174,35 @@ struct Quantizer {
     }
   }
 
+  // Sets the rows of the m_block-th block of columns, and whether they are of a group. Behind the
+  // groups come the rows before the first one and after the last, then none.
+  __device__ __forceinline__ bool find_rows(int m_block) {
+    const unsigned m = params.m;
+    const unsigned start = min(max(__ldg(params.first_row), 0), params.m);
+    GroupScan scan = {start, 0};
+    for (int first = 0; first < params.num_groups; first += 32) {
+      const int before = scan.blocks_before;
+      scan.next(params.group_sizes, first, params.num_groups, m, 0, kScaleBlock);
+      const unsigned found = __ballot_sync(0xffffffff, int(scan.blocks_end) > m_block);
+      if (found == 0) continue;
+      const int source = __ffs(found) - 1;
+      const int previous = __shfl_sync(0xffffffff, int(scan.blocks_end), max(source - 1, 0));
+      const int in_group = m_block - (source > 0 ? previous : before);
+      first_row = int(__shfl_sync(0xffffffff, scan.begin, source)) + in_group * kScaleBlock +
+                  warp * kWarpRows;
+      row_end = int(__shfl_sync(0xffffffff, scan.end, source));
+      return true;
+    }
+    const int rest = m_block - int(scan.blocks_before);
+    const int blocks_before_groups = ceil_div(start, kScaleBlock);
+    const bool is_before = rest < blocks_before_groups;
+    first_row = (is_before ? rest * kScaleBlock
+                           : int(scan.rows_before) + (rest - blocks_before_groups) * kScaleBlock) +
+                warp * kWarpRows;
+    row_end = is_before ? int(start) : params.m;
+    return false;
+  }
+
   // Scales, rounds and stores the warp's rows.
   template <bool kIsAligned>
   __device__ __forceinline__ void quantize_rows() {
@@ -155,7 +212,7 @@ struct Quantizer {
     // Lanes 2 r and 2 r + 1 get row r of the warp's 16.
     const BlockScale block = block_scale<Config>(reduce_rows(amax, lane));
     const int scale_row = first_row + lane / 2;
-    if (lane % 2 == 0 && scale_row < params.m) {
+    if (lane % 2 == 0 && scale_row < row_end) {
       const int64_t k_block = first_column / kScaleBlock;
       params.scale[k_block * params.m + scale_row] = block.scale;
     }
@@ -170,7 +227,7 @@ struct Quantizer {
   // Rounds by rows; factors[i] belongs to row i of the fragment.
   template <bool kIsAligned>
   __device__ __forceinline__ void store_rows(const float (&factors)[kFragmentRows]) {
-    const int num_rows = params.m - row();  // inside x; may be negative
+    const int num_rows = row_end - row();  // may be negative
     uint8_t* target = params.values + static_cast<int64_t>(row()) * params.k + column();
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) {
@@ -261,15 +318,16 @@ struct Quantizer {
     constexpr int kRowsAtOnce = kNumThreads / 16;
     const int unit = threadIdx.x % 16;
     const int first_byte = tile_row + 8 * unit;
+    const int num_columns = Config::kIsRagged ? params.num_columns : params.m;
     uint8_t* target = params.transposed + first_byte +
-                      static_cast<int64_t>(first_column + threadIdx.x / 16) * params.m;
+                      static_cast<int64_t>(first_column + threadIdx.x / 16) * num_columns;
 #pragma unroll
     for (int i = 0; i < kScaleBlock / kRowsAtOnce; ++i) {
       const int c = threadIdx.x / 16 + i * kRowsAtOnce;
       const uint2 bytes = shared.transposed[c][unit ^ (c / 8)];
-      const int count = first_column + c < params.k ? params.m - first_byte : 0;
+      const int count = first_column + c < params.k ? num_columns - first_byte : 0;
       store_8_bytes<kIsAligned>(target, bytes, count);
-      target += static_cast<int64_t>(kRowsAtOnce) * params.m;
+      target += static_cast<int64_t>(kRowsAtOnce) * num_columns;
     }
   }
 };
@@ -286,7 +344,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
   Quantizer quantizer{params, shared, lane, warp};
 
-  const bool is_aligned = params.k % 8 == 0 && (!Quantizer::kStoresColumns || params.m % 8 == 0);
+  const bool is_aligned =
+      params.k % 8 == 0 && (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
   if constexpr (Config::kMode == jax_fp8gemm::kRow) {
     is_aligned ? quantizer.template run_warp<true>() : quantizer.template run_warp<false>();
   } else {

@@ -50,15 +50,15 @@ template <int kNumBlocks>
 struct BlockScales {
   float chunk[kNumBlocks], next_chunk[kNumBlocks];
 
-  // scales: [n/128][num_k_blocks]. A negative column stands for no tile.
-  __device__ __forceinline__ void prefetch(const float* scales, int n, int num_k_blocks, int column,
-                                           int first_k_block) {
+  // scales: rows of num_k_blocks; `row` is that of the tile's first column block, `column` its
+  // first column of n.
+  __device__ __forceinline__ void prefetch(const float* scales, int n, int num_k_blocks, int row,
+                                           int column, int first_k_block) {
     const int k_block = first_k_block + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kNumBlocks; ++i) {
-      const int block = column / 128 + i;
-      const bool is_inside = column >= 0 && k_block < num_k_blocks && block * 128 < n;
-      next_chunk[i] = is_inside ? __ldg(scales + size_t(block) * num_k_blocks + k_block) : 0.f;
+      const bool is_inside = k_block < num_k_blocks && (column / 128 + i) * 128 < n;
+      next_chunk[i] = is_inside ? __ldg(scales + size_t(row + i) * num_k_blocks + k_block) : 0.f;
     }
   }
 

@@ -1,54 +1,174 @@
-// Which output tile each persistent cluster computes next.
+// Which part of the output each persistent cluster computes next.
 #pragma once
 
+#include "groups.cuh"
 #include "ptx.cuh"
+#include "tile.cuh"
 
 namespace jax_fp8gemm {
 
-// Walks the tiles of one dense (m, n) output. A cluster of kClusterM x kClusterN CTAs takes
-// kClusterM x kClusterN neighbouring tiles, one "unit", at a time; units are numbered so that
-// `raster` of them along m are followed by the next ones along n: the units in flight at one time
-// then cover a near-square part of the output, which is what keeps both operands in the L2. Tiles
-// past the edge of the output are computed and clipped by the store.
+// One tile of the output, and the operands it is computed from.
+struct Work {
+  int lhs_row, rhs_row;  // in the tensor maps
+  int first_k_block, num_k_blocks;
+  int rhs_scale_row;         // 1d2d: row of block scales, of the group's own column blocks
+  int row, row_end, column;  // in out; rows from row_end on belong to others
+};
+
+// Walks the tiles of one (m, n) output. Units of clusters are numbered so that `raster` of them
+// along m are followed by the next ones along n: the units in flight at one time then cover a
+// near-square part of the output, which is what keeps both operands in the L2.
+__device__ __forceinline__ void locate_in_raster(int unit, int num_units_m, int num_units_n,
+                                                 int raster, int& m_idx, int& n_idx) {
+  const int band = unit / (raster * num_units_n);
+  const int in_band = unit - band * raster * num_units_n;
+  const int rows = min(raster, num_units_m - band * raster);
+  n_idx = in_band / rows;
+  m_idx = band * raster + in_band - n_idx * rows;
+}
+
+// How every role walks the tiles:
+//   for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride())
+//     const Work work = scheduler.locate(i);
+// NOTE: as a counted loop. Of `while (scheduler.next(work))` ptxas no longer sees that warps stay
+// together, and keeps the position in the ring per lane.
 template <typename Config>
 struct DenseScheduler {
-  const int &m, &n,
-      &raster;  // kernel parameters: read again where needed rather than kept in registers
-  int unit, block_m_idx, block_n_idx;
+  const GemmParams& params;
 
-  __device__ __forceinline__ DenseScheduler(const int& m, const int& n, const int& raster)
-      : m(m), n(n), raster(raster), unit(int(blockIdx.x / Config::kClusterSize) - num_clusters()) {}
+  template <typename SharedStorage>
+  __device__ __forceinline__ DenseScheduler(const GemmParams& params, const SharedStorage&)
+      : params(params) {}
 
-  // Moves to this CTA's next tile; false when there is none. All CTAs of a cluster get the same
-  // number of tiles.
-  __device__ __forceinline__ bool next_block() {
-    unit += num_clusters();
-    return locate(unit);
+  __device__ __forceinline__ static int first() { return blockIdx.x / Config::kClusterSize; }
+  __device__ __forceinline__ static int stride() { return gridDim.x / Config::kClusterSize; }
+  // The same for all CTAs of a cluster.
+  __device__ __forceinline__ int count() const {
+    return ceil_div(params.m, Config::kBlockM * Config::kClusterM) *
+           ceil_div(params.n, Config::kBlockN * Config::kClusterN);
   }
 
-  // The column block of the tile after this one; -1 if this is the last.
-  __device__ __forceinline__ int peek_block_n() const {
-    DenseScheduler next = *this;
-    return next.next_block() ? next.block_n_idx : -1;
+  __device__ __forceinline__ Work locate(int unit) const {
+    const int num_units_m = ceil_div(params.m, Config::kBlockM * Config::kClusterM);
+    const int num_units_n = ceil_div(params.n, Config::kBlockN * Config::kClusterN);
+    int m_idx, n_idx;
+    locate_in_raster(unit, num_units_m, num_units_n, params.raster, m_idx, n_idx);
+    const int rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    Work work;
+    work.row = (m_idx * Config::kClusterM + (Config::kClusterM > 1 ? rank : 0)) * Config::kBlockM;
+    work.column =
+        (n_idx * Config::kClusterN + (Config::kClusterN > 1 ? rank : 0)) * Config::kBlockN;
+    work.lhs_row = work.row;
+    work.rhs_row = work.column;
+    work.first_k_block = 0;
+    work.num_k_blocks = ceil_div(params.k, 128);
+    work.rhs_scale_row = work.column / 128;
+    work.row_end = params.m;
+    return work;
+  }
+};
+
+// Walks the tiles of every group of rows, then those of the rows of no group, which are stored as
+// zeros. A tile never spans two groups.
+template <typename Config>
+struct RaggedScheduler {
+  const GemmParams& params;
+  const GroupTable& table;
+  int span = 0;  // where the search goes on: tiles only grow
+
+  template <typename SharedStorage>
+  __device__ __forceinline__ RaggedScheduler(const GemmParams& params, const SharedStorage& shared)
+      : params(params), table(shared.groups) {}
+
+  __device__ __forceinline__ static int first() { return blockIdx.x; }
+  __device__ __forceinline__ static int stride() { return gridDim.x; }
+  __device__ __forceinline__ int count() const {
+    return uniform(table.num_row_blocks) * ceil_div(params.n, Config::kBlockN);
+  }
+
+  // By all lanes of a warp.
+  __device__ __forceinline__ Work locate(int tile) {
+    const int num_n = ceil_div(params.n, Config::kBlockN);
+    span = table.find(tile / num_n, span);
+    const Span s = table.span(span);
+    const int first_block = span > 0 ? table.row_blocks_end[span - 1] : 0;
+    int m_idx, n_idx;
+    locate_in_raster(tile - first_block * num_n, table.row_blocks_end[span] - first_block, num_n,
+                     params.raster, m_idx, n_idx);
+    Work work;
+    work.column = n_idx * Config::kBlockN;
+    work.row = work.lhs_row = s.row + m_idx * Config::kBlockM;
+    work.row_end = s.row_end;
+    work.rhs_row = s.group * params.n + work.column;
+    work.rhs_scale_row = s.group * ceil_div(params.n, 128) + work.column / 128;
+    work.first_k_block = 0;
+    work.num_k_blocks = s.group >= 0 ? ceil_div(params.k, 128) : 0;
+    return work;
+  }
+};
+
+// Walks the tiles of the weight gradient of every group, whose contraction is over the group's own
+// k-blocks.
+template <typename Config>
+struct RaggedContractionScheduler {
+  const GemmParams& params;
+  const GroupTable& table;
+
+  template <typename SharedStorage>
+  __device__ __forceinline__ RaggedContractionScheduler(const GemmParams& params,
+                                                        const SharedStorage& shared)
+      : params(params), table(shared.groups) {}
+
+  __device__ __forceinline__ static int first() { return blockIdx.x; }
+  __device__ __forceinline__ static int stride() { return gridDim.x; }
+  __device__ __forceinline__ int count() const { return params.num_groups * tiles_of_group(); }
+
+  __device__ __forceinline__ Work locate(int tile) const {
+    const int group = tile / tiles_of_group();
+    int m_idx, n_idx;
+    locate_in_raster(tile - group * tiles_of_group(), ceil_div(params.m, Config::kBlockM),
+                     ceil_div(params.n, Config::kBlockN), params.raster, m_idx, n_idx);
+    Work work;
+    work.lhs_row = m_idx * Config::kBlockM;
+    work.rhs_row = work.column = n_idx * Config::kBlockN;
+    work.first_k_block = group > 0 ? table.row_blocks_end[group - 1] : 0;
+    work.num_k_blocks = table.row_blocks_end[group] - work.first_k_block;
+    work.row = group * params.m + work.lhs_row;
+    work.row_end = (group + 1) * params.m;
+    work.rhs_scale_row = 0;
+    return work;
   }
 
  private:
-  __device__ __forceinline__ static int num_clusters() { return gridDim.x / Config::kClusterSize; }
-
-  __device__ __forceinline__ bool locate(int unit) {
-    const int num_units_m = ceil_div(m, Config::kBlockM * Config::kClusterM);
-    const int num_units_n = ceil_div(n, Config::kBlockN * Config::kClusterN);
-    if (unit >= num_units_m * num_units_n) return false;
-    const int band = unit / (raster * num_units_n);
-    const int in_band = unit - band * raster * num_units_n;
-    const int rows = min(raster, num_units_m - band * raster);
-    const int n_idx = in_band / rows;
-    const int m_idx = band * raster + in_band - n_idx * rows;
-    const int rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
-    block_m_idx = m_idx * Config::kClusterM + (Config::kClusterM > 1 ? rank : 0);
-    block_n_idx = n_idx * Config::kClusterN + (Config::kClusterN > 1 ? rank : 0);
-    return true;
+  __device__ __forceinline__ int tiles_of_group() const {
+    return ceil_div(params.m, Config::kBlockM) * ceil_div(params.n, Config::kBlockN);
   }
+};
+
+// Fills the group table that the schedulers read, by one warp.
+template <typename Config, typename SharedStorage>
+__device__ __forceinline__ void fill_groups(const GemmParams& params, SharedStorage& shared) {
+  if constexpr (Config::kGrouping == kGroupedRows) {
+    shared.groups.fill(params.group_sizes, params.first_row, params.num_groups, params.lhs_rows,
+                       params.rows_per_group, Config::kBlockM, 0xffffffff,
+                       params.rows_per_group == 0);
+  } else if constexpr (Config::kGrouping == kGroupedContraction) {
+    shared.groups.fill(params.group_sizes, nullptr, params.num_groups, params.k, 0, 128,
+                       params.k / 128, false);
+  }
+}
+
+template <typename Config, int kGrouping>
+struct SchedulerOf {
+  using Type = DenseScheduler<Config>;
+};
+template <typename Config>
+struct SchedulerOf<Config, kGroupedRows> {
+  using Type = RaggedScheduler<Config>;
+};
+template <typename Config>
+struct SchedulerOf<Config, kGroupedContraction> {
+  using Type = RaggedContractionScheduler<Config>;
 };
 
 }  // namespace jax_fp8gemm

@@ -2,6 +2,7 @@
 // supports.
 #pragma once
 
+#include "groups.cuh"
 #include "mbarrier.cuh"
 
 namespace jax_fp8gemm {
@@ -16,8 +17,23 @@ struct GemmParams {
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
   const float* accum;       // kAccumulate: what the product is added to; the same memory as out
   void* out;
-  int m, n, k;
-  int raster;  // cluster tiles along m that follow each other, see DenseScheduler
+  int m, n, k;   // of one group; m of all where groups cut the rows
+  int lhs_rows;  // in memory
+  int raster;    // cluster tiles along m that follow each other, see locate_in_raster
+  int num_groups;
+  int rows_per_group;  // > 0: the masked form, see groups.cuh
+  const int* group_sizes;
+  const int* first_row;
+};
+
+struct Empty {};
+template <bool kCondition, typename Then, typename Else>
+struct Conditional {
+  using Type = Then;
+};
+template <typename Then, typename Else>
+struct Conditional<false, Then, Else> {
+  using Type = Else;
 };
 
 template <typename Config>
@@ -40,7 +56,9 @@ struct Tile {
   static constexpr int kBatches = kGroup * kSubs;
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
-  static constexpr int kLhsScaleBytes = Config::kBlockM * 4;
+  // Groups of rows start anywhere, TMA boxes of scales at multiples of 16 bytes.
+  static constexpr bool kIsRagged = Config::kGrouping == kGroupedRows;
+  static constexpr int kLhsScaleBytes = (Config::kBlockM + (kIsRagged ? 4 : 0)) * 4;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabBytes = 64 * 128;
   // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
@@ -53,11 +71,14 @@ struct Tile {
     uint8_t rhs[Config::kNumStages][kRhsBytes];
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
-    alignas(128) float lhs_scale[Config::kNumStages][Config::kBlockM < 64 ? 64 : Config::kBlockM];
+    alignas(128) float lhs_scale
+        [Config::kNumStages]
+        [ceil_div((Config::kBlockM < 64 ? 64 : Config::kBlockM) + (kIsRagged ? 4 : 0), 32) * 32];
     alignas(128) float rhs_scale[Config::kNumStages]
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];
     alignas(8) Barrier empty[Config::kNumStages];
+    typename Conditional<Config::kGrouping == kNoGroups, Empty, GroupTable>::Type groups;
   };
 
   static_assert(kRows % 64 == 0, "a consumer's rows must be whole wgmma tiles of 64");

@@ -1,0 +1,127 @@
+#include "gemm_launch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "errors.h"
+#include "jit.h"
+#include "tensor_map.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+// Units (the tiles of one cluster) along m that follow each other before the next along n.
+int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
+                     int64_t num_units_n) {
+  const int64_t unit_rows = int64_t{config.block_m} * config.cluster_m;
+  const int64_t unit_columns = int64_t{config.block_n} * config.cluster_n;
+  const int64_t num_clusters = config.num_sms / (config.cluster_m * config.cluster_n);
+  // The units of one wave should cover a square: it reads least of lhs and rhs together.
+  const double square = std::round(std::sqrt(double(num_clusters * unit_columns) / unit_rows));
+  const double height = std::clamp<double>(square, 1, num_units_m);
+  // Bands of that many units along m, or a little fewer so that all are about as high.
+  int64_t raster = CeilDiv(num_units_m, CeilDiv(num_units_m, static_cast<int64_t>(height)));
+  const bool is_last_row_short = m % unit_rows != 0 && num_units_m > 2;
+  if (!is_last_row_short || num_units_m * num_units_n <= num_clusters) return raster;
+  // A short last row of units takes less time. As a band of its own it comes last, and fills the
+  // end of the last wave with small pieces; so the height of the other bands divides their rows.
+  const auto distance = [&](int64_t r) { return std::max(r / height, height / r); };
+  const int64_t num_full_rows = num_units_m - 1;
+  raster = 1;
+  for (int64_t d = 1; d * d <= num_full_rows; ++d) {
+    if (num_full_rows % d != 0) continue;
+    for (int64_t divisor : {d, num_full_rows / d}) {
+      if (distance(divisor) < distance(raster)) raster = divisor;
+    }
+  }
+  return raster;
+}
+
+// Encodes the maps that the kernel uses of this config and shape; the others stay zero.
+ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
+                            const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
+                            GemmParams& params) {
+  constexpr CUtensorMapSwizzle kNoSwizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  const uint64_t m = params.lhs_rows, n = params.n, k = params.k;
+  const uint64_t kb = CeilDiv(params.k, kScaleBlock);
+  // Groups of rows start anywhere, boxes of scales at multiples of 16 bytes.
+  const uint32_t num_row_scales = config.block_m + (config.grouping == 1 ? 4 : 0);
+  // The CTAs of a cluster load a part each of the tile that they share.
+  FFI_ASSIGN_OR_RETURN(params.lhs,
+                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
+                                         kScaleBlock, config.block_m / config.cluster_n, kSwizzle));
+  FFI_ASSIGN_OR_RETURN(params.rhs,
+                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
+                                         kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
+  if (m % 4 == 0) {  // else its stride is no multiple of 16 bytes, and the kernel copies the scales
+    FFI_ASSIGN_OR_RETURN(
+        params.lhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.lhs_scale, m, kb, 4 * m,
+                          num_row_scales, 1, kNoSwizzle));
+  }
+  if (config.is_1d1d) {
+    FFI_ASSIGN_OR_RETURN(
+        params.rhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
+                          config.block_n, 1, kNoSwizzle));
+  }
+  if (config.num_slabs > 0) {
+    const auto type =
+        config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const uint32_t element_bytes = config.out_f32 ? 4 : 2;
+    FFI_ASSIGN_OR_RETURN(params.out_map,
+                         EncodeTensorMap2D(driver, type, params.out, n, out_rows, n * element_bytes,
+                                           kSlabRowBytes / element_bytes, kSlabRows, kSwizzle));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                       ffi::DataType type, std::initializer_list<int64_t> dims) {
+  const auto actual = buffer.dimensions();
+  const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+  if (buffer.element_type() == type && is_aligned &&
+      std::equal(actual.begin(), actual.end(), dims.begin(), dims.end())) {
+    return ffi::Error::Success();
+  }
+  std::string expected;
+  for (int64_t dim : dims) expected += StrCat(expected.empty() ? "" : ",", dim);
+  return InvalidArgument(op, ": ", name, " must be ", ShortType(type), "[", expected,
+                         "] at a multiple of 16 bytes; got ", ShapeText(buffer), " at ",
+                         buffer.untyped_data());
+}
+
+ffi::Error PrepareGemm(const GemmConfig& config) {
+  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
+                       GetKernel(GemmKernelName(config), GemmSmemBytes(config)));
+  return ffi::Error::Success();
+}
+
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
+  FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
+  const int64_t smem_bytes = GemmSmemBytes(config);
+  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(GemmKernelName(config), smem_bytes));
+  FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
+  // Of one group, if all are of the same size.
+  const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;
+  params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
+                               CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
+  const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
+  LaunchDims dims = {};
+  dims.grid_x =
+      std::min(config.num_sms / cluster_size, CeilDiv(max_tiles, cluster_size)) * cluster_size;
+  dims.grid_y = dims.grid_z = 1;
+  dims.block_x = (config.num_consumers + 1) * 128;
+  dims.dynamic_smem_bytes = smem_bytes;
+  dims.cluster_x = cluster_size;
+  void* arguments[] = {&params};
+  return LaunchKernel(*driver, kernel, dims, stream, arguments);
+}
+
+}  // namespace jax_fp8gemm

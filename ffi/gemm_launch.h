@@ -1,0 +1,71 @@
+// What dense and grouped products share: the kernel's parameters, its tensor maps and its launch.
+
+#ifndef JAX_FP8GEMM_GEMM_LAUNCH_H_
+#define JAX_FP8GEMM_GEMM_LAUNCH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include "driver.h"
+#include "gemm_config.h"
+#include "xla/ffi/api/ffi.h"
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_fp8gemm::GemmConfig, ::xla::ffi::StructMember<int32_t>("block_m"),
+    ::xla::ffi::StructMember<int32_t>("block_n"), ::xla::ffi::StructMember<int32_t>("sub_n"),
+    ::xla::ffi::StructMember<int32_t>("num_consumers"),
+    ::xla::ffi::StructMember<int32_t>("num_accums"),
+    ::xla::ffi::StructMember<int32_t>("num_stages"), ::xla::ffi::StructMember<int32_t>("num_slabs"),
+    ::xla::ffi::StructMember<int32_t>("cluster_m"), ::xla::ffi::StructMember<int32_t>("cluster_n"),
+    ::xla::ffi::StructMember<int32_t>("is_1d1d"), ::xla::ffi::StructMember<int32_t>("out_f32"),
+    ::xla::ffi::StructMember<int32_t>("accumulate"), ::xla::ffi::StructMember<int32_t>("lhs_e5m2"),
+    ::xla::ffi::StructMember<int32_t>("rhs_e5m2"), ::xla::ffi::StructMember<int32_t>("grouping"),
+    ::xla::ffi::StructMember<int32_t>("num_sms"));
+
+namespace jax_fp8gemm {
+
+// Mirrors GemmParams in cuda/tile.cuh.
+struct GemmParams {
+  CUtensorMap lhs, rhs, lhs_scale_map, rhs_scale_map, out_map;
+  const void* lhs_scale;
+  const void* rhs_scale;
+  const void* accum;
+  void* out;
+  int32_t m, n, k;   // of one group; m of all where groups cut the rows
+  int32_t lhs_rows;  // in memory
+  int32_t raster;
+  int32_t num_groups;
+  int32_t rows_per_group;  // > 0: the masked form
+  const int32_t* group_sizes;
+  const int32_t* first_row;
+};
+static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 768);
+static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_scale) == 640);
+static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
+static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, group_sizes) == 704);
+
+// InvalidArgument unless `buffer` has this type and these dimensions and starts at a multiple of 16
+// bytes.
+ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                       ffi::DataType type, std::initializer_list<int64_t> dims);
+
+// The type of FP8 values.
+inline ffi::DataType Fp8Type(bool is_e5m2) {
+  return is_e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+}
+
+// The kernel adds to row and column indices in int32.
+constexpr int64_t kMaxDim = int64_t{1} << 30;
+
+// Loads the kernel of a config into the current device.
+ffi::Error PrepareGemm(const GemmConfig& config);
+
+// Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and
+// launches the kernel for at most `max_tiles` tiles. `params` has everything else.
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream);
+
+}  // namespace jax_fp8gemm
+
+#endif  // JAX_FP8GEMM_GEMM_LAUNCH_H_

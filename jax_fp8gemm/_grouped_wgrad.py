@@ -1,0 +1,175 @@
+"""scaled_ragged_wgrad: the contraction over the tokens of each group, quantised, 1d1d.
+
+With columns(i) those of group i (_groups.py says which), per group the chain of _gemm.py:
+
+    out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
+
+A group's result has the bits of scaled_matmul of that group alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
+from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int
+
+_BLOCK = _checks.SCALE_BLOCK
+
+
+def scaled_ragged_wgrad(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: Int[Array, " g"],
+    *,
+    out_dtype: Any = jnp.float32,
+    accumulate_into: Float32[Array, "g m n"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "g m n"]:
+    """Contracts the tokens of each group: the weight gradient of a ragged dot.
+
+    Args:
+      lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
+      group_sizes: (g,) int32 or int64 on the device, as quantize_ragged had them.
+      out_dtype: float32 or bfloat16.
+      accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
+      implementation: as for scaled_matmul.
+    Returns:
+      (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
+    Raises:
+      ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
+    """
+    op = "scaled_ragged_wgrad"
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+        _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
+        if x.block != (1, 128):
+            raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
+    _check_tokens(op, lhs, rhs)
+    _checks.check_array(op, "group_sizes", group_sizes)
+    _groups.check_group_sizes(op, group_sizes)
+    _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    _checks.check_implementation(op, implementation)
+    if accumulate_into is not None:
+        shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+        _checks.check_accumulator(op, accumulate_into, shape, out_dtype)
+    return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
+
+
+def _check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if lhs.shape[1] % _BLOCK:
+        raise ValueError(
+            f"{op}: t must be a multiple of 128; got lhs {_checks.short_type(lhs)}. "
+            "Quantise with quantize_ragged, which fills up the last block of each group."
+        )
+
+
+@jax.named_scope("fp8gemm_grouped_wgrad")
+def grouped_wgrad(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: jax.Array,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    accum: jax.Array | None = None,
+) -> jax.Array:
+    """scaled_ragged_wgrad without the checks."""
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, _groups.as_int32(group_sizes)]
+    operands += [] if accum is None else [accum]
+    params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
+    return grouped_wgrad_p(*map(jnp.asarray, operands), **params)[0]
+
+
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    op = "grouped_wgrad"
+    for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
+        _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
+        _checks.check_scaled(op, name, x, scale, (1, _BLOCK))
+    _check_tokens(op, lhs, rhs)
+    _groups.check_group_sizes(op, group_sizes)
+    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+    for accum_aval in accum:
+        _checks.check_accumulator(op, accum_aval, shape, out_dtype)
+    return [jax.ShapeDtypeStruct(shape, out_dtype)]
+
+
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
+    num_blocks = t // _BLOCK
+    blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
+    ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
+    group = jnp.searchsorted(ends, jnp.arange(num_blocks, dtype=jnp.int32), side="right")
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+
+    def promote(promoted, b):
+        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
+        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
+        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+        scaled = column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial
+        # mode="drop": blocks behind the last group have index g.
+        return promoted.at[group[b]].add(scaled, mode="drop"), None
+
+    promoted = constant_like(lhs, jnp.zeros((g, m, n), jnp.float32))
+    if num_blocks > 0:
+        promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks, dtype=jnp.int32))
+    for x in accum:
+        promoted = x + promoted
+    return [promoted.astype(out_dtype)]
+
+
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    """The kernel, which needs n % 8 == 0: pads rhs and slices the result."""
+    (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
+    if 0 in (m, n, t):
+        return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
+    pad_n = -n % 8
+    if pad_n:
+        rhs = jnp.pad(rhs, ((0, pad_n), (0, 0)))
+        rhs_scale = jnp.pad(rhs_scale, ((0, pad_n), (0, 0)), constant_values=1)
+        accum = [jnp.pad(x, ((0, 0), (0, 0), (0, pad_n))) for x in accum]
+    accum = [x.reshape(g * m, n + pad_n) for x in accum]
+    is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
+    how = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
+    num_sms = _ffi.num_sms()
+    config = _tile_config.choose_grouped(m, n, t, g, **how, num_sms=num_sms).attributes(
+        **how,
+        lhs_e5m2=is_e5m2(lhs),
+        rhs_e5m2=is_e5m2(rhs),
+        num_sms=num_sms,
+        grouping=_tile_config.GROUPED_CONTRACTION,
+    )
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    layouts = [row_major, column_major, row_major, column_major, vector, row_major]
+    out = jax.ffi.ffi_call(
+        _ffi.GROUPED_WGRAD_TARGET,
+        jax.ShapeDtypeStruct((g * m, n + pad_n), out_dtype),
+        input_layouts=layouts[: 5 + len(accum)],
+        output_layouts=row_major,
+        input_output_aliases={5: 0} if accum else None,
+    )(lhs, lhs_scale, rhs, rhs_scale, group_sizes.astype(jnp.int32), *accum, config=config)
+    return [out[:, :n].reshape(g, m, n)]
+
+
+def _batch_rule(operands, dims, **params):
+    """One batch element after another: each has groups of its own."""
+    return map_batch(lambda *xs: grouped_wgrad_p(*xs, **params), operands, dims), [0]
+
+
+grouped_wgrad_p = define_primitive(
+    "jax_fp8gemm_grouped_wgrad",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    batch_rule=_batch_rule,
+)

@@ -1,0 +1,160 @@
+"""The grouped kernels against the ungrouped ones, to the bit: a group is the product of its rows."""
+
+import functools
+
+import gpu_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_cases import assert_same, bits
+
+import jax_fp8gemm as jf
+from jax_fp8gemm import _groups, _tile_config
+
+pytestmark = pytest.mark.gpu
+
+# Sizes around the 64 rows of a wgmma and the 128 of a scale block; none; all in one; sum < m; sum = 0;
+# negative and past the end.
+SIZES = {
+    "edges": [0, 1, 63, 64, 65, 127, 128, 129],
+    "aligned": [128, 256, 128, 0, 384, 128, 0, 128],
+    "one group": [0, 0, 0, 900, 0, 0, 0, 0],
+    "none": [0] * 8,
+    "negative": [100, -5, 300, -(2**31), 60, 7, 0, 1],
+    "past the end": [500, 300, 2**31 - 1, 40, 0, 9, 1, 100],
+}
+sizes_cases = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+M = 1003  # no multiple of 4: the scales of rows are then copied, not loaded by TMA
+dims = pytest.mark.parametrize("m,n,k", [(M, 384, 512), (1004, 2880, 2880), (1024, 264, 7168)])
+
+
+def _normal(shape, seed):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def _ranges(sizes, m):
+    starts, ends = _groups.row_ranges(jnp.asarray(sizes), jnp.zeros((1,), jnp.int32), m)
+    return list(zip(np.asarray(starts), np.asarray(ends), strict=True))
+
+
+def _poison(x: jf.ScaledArray, first: int) -> jf.ScaledArray:
+    """Rows from `first` on hold NaN."""
+    return jf.ScaledArray(x.values, x.scale.at[first:].set(jnp.nan), block=x.block)
+
+
+@sizes_cases
+@dims
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_groups_of_rows_have_the_bits_of_their_own_products(sizes, m, n, k, out_dtype):
+    lhs = jf.quantize(_normal((m, k), 0))
+    rhs = jf.quantize(_normal((8, n, k), 1), block=(128, 128))
+    ranges = _ranges(sizes, m)
+    lhs = _poison(lhs, int(ranges[-1][1]))
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    how = dict(out_dtype=out_dtype, implementation="cuda")
+    out = jf.scaled_ragged_dot(lhs, rhs, group_sizes, **how)
+    for i, (start, end) in enumerate(ranges):
+        rows = jf.ScaledArray(lhs.values[start:end], lhs.scale[start:end])
+        weights = jf.ScaledArray(rhs.values[i], rhs.scale[i], block=(128, 128))
+        assert_same(out[start:end], jf.scaled_matmul(rows, weights, **how), f"group {i}")
+    assert not np.any(np.asarray(bits(out[ranges[-1][1] :])))
+
+
+@pytest.mark.parametrize("config", _tile_config.GROUPED_CONFIGS[1], ids=str)
+def test_every_config_of_rows_gives_the_same_bits(config):
+    m, n, k = 1004, 640, 1536
+    lhs = jf.quantize(_normal((m, k), 0))
+    rhs = jf.quantize(_normal((8, n, k), 1), block=(128, 128))
+    group_sizes = jnp.asarray(SIZES["edges"], jnp.int32)
+    call = functools.partial(jf.scaled_ragged_dot, implementation="cuda")
+    expected = jax.jit(call)(lhs, rhs, group_sizes)
+    out = gpu_cases.compile_with(config, call, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
+    assert_same(out, expected)
+
+
+@sizes_cases
+def test_masked_groups_have_the_bits_of_their_own_products(sizes):
+    g, max_m, n, k = 8, 133, 384, 512
+    lhs = jf.quantize(_normal((g, max_m, k), 0))
+    rhs = jf.quantize(_normal((g, n, k), 1), block=(128, 128))
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    out = jf.scaled_ragged_dot(lhs, rhs, group_sizes, implementation="cuda")
+    for i, size in enumerate(sizes):
+        size = min(max(size, 0), max_m)
+        rows = jf.ScaledArray(lhs.values[i, :size], lhs.scale[i, :size])
+        weights = jf.ScaledArray(rhs.values[i], rhs.scale[i], block=(128, 128))
+        expected = jf.scaled_matmul(rows, weights, implementation="cuda")
+        assert_same(out[i, :size], expected, f"group {i}")
+        assert not np.any(np.asarray(bits(out[i, size:])))
+
+
+@sizes_cases
+@pytest.mark.parametrize("m,k", [(M, 384), (1024, 2880), (512, 136)])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_ragged_columns_have_the_bits_of_the_reference(sizes, m, k, dtype):
+    x = _normal((m, k), 0).at[m - 1].set(jnp.nan)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    call = lambda implementation: jf.quantize_ragged(
+        x, group_sizes, dtype=dtype, implementation=implementation
+    )
+    out, expected = call("cuda"), call("xla")
+    assert_same(out.values, expected.values)
+    assert_same(out.scale, expected.scale)
+
+
+@sizes_cases
+@pytest.mark.parametrize("config", [None, *_tile_config.GROUPED_CONFIGS[2]], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, accumulate):
+    m, n, tokens, g = 320, 264, M, 8
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    lhs = jf.quantize_ragged(_normal((tokens, m), 0), group_sizes)
+    rhs = jf.quantize_ragged(_normal((tokens, n), 1), group_sizes)
+    accum = _normal((g, m, n), 2).astype(jnp.float32) if accumulate else None
+
+    def call(lhs, rhs, group_sizes, accum):
+        return jf.scaled_ragged_wgrad(
+            lhs, rhs, group_sizes, accumulate_into=accum, implementation="cuda"
+        )
+
+    operands = (lhs, rhs, group_sizes, accum)
+    out = gpu_cases.compile_with(config, call, *operands)(*operands)
+    column = 0
+    for i, (start, end) in enumerate(_ranges(sizes, tokens)):
+        width = -(-int(end - start) // 128) * 128
+        own = (
+            lambda x: jf.ScaledArray(
+                x.values[:, column : column + width],  # noqa: B023
+                x.scale[:, column // 128 : (column + width) // 128],  # noqa: B023
+            )
+        )
+        expected = jnp.zeros((m, n), jnp.float32)
+        if width:
+            how = dict(out_dtype=jnp.float32, implementation="cuda")
+            expected = jf.scaled_matmul(own(lhs), own(rhs), **how)
+        if accumulate:
+            expected = expected + accum[i]
+        assert_same(out[i], expected, f"group {i}")
+        column += width
+
+
+def test_ragged_dot_and_its_gradients_repeat_their_bits():
+    m, n, k, g = 2048, 768, 1024, 32
+    x, w = _normal((m, k), 0), _normal((g, k, n), 1)
+
+    def loss(x, w, group_sizes):
+        return jnp.sum(jf.ragged_dot(x, w, group_sizes, implementation="cuda") ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    rng = np.random.default_rng(0)
+    layouts = [
+        jnp.asarray(np.bincount(rng.integers(0, g, m - 100 * i), minlength=g), jnp.int32)
+        for i in range(3)
+    ]
+    first = [step(x, w, sizes) for sizes in layouts]
+    for _ in range(100):
+        for sizes, (value, grads) in zip(layouts, first, strict=True):
+            again, again_grads = step(x, w, sizes)
+            assert_same(again, value)
+            jax.tree.map(assert_same, again_grads, grads)
