@@ -1,15 +1,14 @@
 """Command line: python -m jax_fp8gemm info | precompile | bench ..."""
 
 import argparse
-import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
-from jax_fp8gemm import _environment, _ffi, _tile_config
+from jax_fp8gemm import _environment, _ffi, _kernels
 from jax_fp8gemm._backend_info import backend_info
 from jax_fp8gemm._ffi import CompileReport
 
@@ -41,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _precompile(all_formats: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed."""
-    tasks = [*_gemm_kernels(all_formats), *_quantize_kernels(all_formats)]
+    gemm = _kernels.gemm_kernels(_ffi.num_sms(), all_formats=all_formats)
+    quantize = _kernels.quantize_kernels(all_formats=all_formats)
+    tasks = [partial(_ffi.compile_gemm, config) for config in gemm]
+    tasks += [partial(_ffi.compile_quantize, config) for config in quantize]
     num_failed = num_cached = 0
     # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -66,30 +68,6 @@ def _line(report: CompileReport) -> str:
     return "; ".join(
         [f"{report.name}: {origin}, {report.registers} registers", *notes, *report.warnings]
     )
-
-
-def _gemm_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
-    formats = list(itertools.product((False, True), repeat=2)) if all_formats else [(False, False)]
-    outs = [(False, False), (True, False), (True, True)]  # out_f32, accumulate
-    for config, is_1d1d, (out_f32, accumulate), (lhs_e5m2, rhs_e5m2) in itertools.product(
-        _tile_config.CONFIGS, (False, True), outs, formats
-    ):
-        attributes = config.attributes(
-            is_1d1d=is_1d1d,
-            out_f32=out_f32,
-            accumulate=accumulate,
-            lhs_e5m2=lhs_e5m2,
-            rhs_e5m2=rhs_e5m2,
-            num_sms=_ffi.num_sms(),
-        )
-        yield partial(_ffi.compile_gemm, attributes)
-
-
-def _quantize_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
-    variants = list(itertools.product((0, 1), repeat=2)) if all_formats else [(0, 0)]
-    for mode, (e5m2, pow2_scale), input in itertools.product(range(6), variants, range(3)):
-        config = dict(mode=mode, input=input, e5m2=e5m2, pow2_scale=pow2_scale)
-        yield partial(_ffi.compile_quantize, config)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def compile_with(
     forced = contextlib.nullcontext() if config is None else _tile_config.override(config)
     with forced:
         lowered = jax.jit(fresh, **jit_options).lower(*args)
-    calls = re.findall(rf"custom_call @{_ffi.GEMM_TARGET}.*", lowered.as_text())
+    targets = (_ffi.GEMM_TARGET, _ffi.GROUPED_GEMM_TARGET, _ffi.GROUPED_WGRAD_TARGET)
+    calls = re.findall(rf"custom_call @(?:{'|'.join(targets)})\(.*", lowered.as_text())
     assert calls, "the kernel is not in the program"
     for field in dataclasses.fields(config) if config else ():
         entry = re.compile(rf"\b{field.name} = {int(getattr(config, field.name))} : i32")

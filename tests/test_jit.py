@@ -1,7 +1,6 @@
 """The JIT, on real kernels and without a GPU: NVRTC, the disk cache, and what ptxas says."""
 
 import concurrent.futures
-import itertools
 import multiprocessing
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_fp8gemm import _environment, _ffi, _quantize, _tile_config
+from jax_fp8gemm import _environment, _ffi, _kernels, _tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -30,7 +29,7 @@ def _has_nvrtc() -> bool:
 pytestmark = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 # A small kernel: these tests are about the cache.
-_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0)
+_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0)
 
 
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
@@ -196,21 +195,6 @@ def test_a_config_must_have_exactly_the_members_of_the_kernel():
 
 # What ptxas says of every kernel that can be chosen
 
-_OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
-
-
-def _gemm_attributes(config, is_1d1d, out):
-    out_f32, accumulate = _OUTS[out]
-    return config.attributes(
-        is_1d1d=is_1d1d,
-        out_f32=out_f32,
-        accumulate=accumulate,
-        lhs_e5m2=False,
-        rhs_e5m2=False,
-        num_sms=132,
-    )
-
-
 def _assert_clean(reports):
     faults = [
         f"{r.name}: {r.spill_bytes} bytes spilled; {r.warnings}"
@@ -229,28 +213,22 @@ def compile_all():
 
 
 def test_no_gemm_kernel_spills_or_loses_its_registers(compile_all):
-    kernels = itertools.product(_tile_config.CONFIGS, (False, True), _OUTS)
-    reports = compile_all(_ffi.compile_gemm, [_gemm_attributes(*kernel) for kernel in kernels])
+    reports = compile_all(_ffi.compile_gemm, list(_kernels.gemm_kernels(132)))
     assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
 
 def test_formats_do_not_change_what_ptxas_says(compile_all):
-    config = max(_tile_config.CONFIGS, key=lambda config: config.block_m * config.block_n)
-    formats = [
-        _gemm_attributes(config, is_1d1d, "bf16") | {"lhs_e5m2": lhs, "rhs_e5m2": rhs}
-        for is_1d1d, lhs, rhs in itertools.product((False, True), (0, 1), (0, 1))
-    ]
-    _assert_clean(compile_all(_ffi.compile_gemm, formats))
+    most = max(config.block_m * config.block_n for config in _tile_config.CONFIGS)
+    kernels = _kernels.gemm_kernels(132, all_formats=True)
+    large = [k for k in kernels if k["block_m"] * k["block_n"] == most and not k["out_f32"]]
+    assert len({(k["grouping"], k["lhs_e5m2"], k["rhs_e5m2"]) for k in large}) == 12
+    _assert_clean(compile_all(_ffi.compile_gemm, large))
 
 
 def test_no_quantize_kernel_spills(compile_all):
-    kernels = [
-        dict(mode=mode, input=input, e5m2=0, pow2_scale=0)
-        for mode, input in itertools.product(range(len(_quantize.MODES)), range(3))
-    ]
-    reports = compile_all(_ffi.compile_quantize, kernels)
-    assert len({report.name for report in reports}) == len(reports)
+    reports = compile_all(_ffi.compile_quantize, list(_kernels.quantize_kernels()))
+    assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
 
