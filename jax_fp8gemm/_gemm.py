@@ -1,9 +1,11 @@
 """scaled_matmul: the product of two quantised matrices, both K-major.
 
     out[i, j] = the chain over k-blocks b ascending, from promoted = 0, of
-        promoted = fma(lhs_scale[i, b] * rhs_scale[., b], lhs[i, b] . rhs[j, b], promoted)
+        promoted = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b], promoted)
+        promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
 
-with rhs_scale of row j (1d1d) or of row block j / 128 (1d2d), then rounded to the result's dtype.
+the former with 128x128 scale blocks on rhs (1d2d), the latter with 1x128 (1d1d); then rounded to
+the result's dtype.
 The reference computes the same sum without promising the last bits of the kernel.
 """
 

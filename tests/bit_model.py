@@ -2,6 +2,8 @@
 
 A result element is a chain over the k-blocks of 128, ascending:
     promoted = fma(lhs_scale * rhs_scale, accum_block, promoted)        f32, promoted starts at +0
+or, with a rhs scale of its own for every column (1d1d),
+    promoted = fma(rhs_scale, lhs_scale * accum_block, promoted)
 accum_block is what the tensor core leaves after four k32 steps. One step, as fitted to an H200 on
 e4m3 operands (12 seeds of normal, mixed-magnitude and cancelling data, no bit missed):
   1. terms are the 32 products and the accumulator, all exact;
@@ -168,15 +170,21 @@ def gemm_elements(
     lhs, lhs_scale, rhs, rhs_scale = map(np.asarray, (lhs, lhs_scale, rhs, rhs_scale))
     rows, cols = np.asarray(rows), np.asarray(cols)
     rule = rule or RULES[lhs.dtype, rhs.dtype]
-    scale_rows = cols if rhs_scale.shape[0] == rhs.shape[0] else cols // SCALE_BLOCK
+    if rhs.shape[0] == 1:
+        raise ValueError("bit_model: n must be above 1, or rhs_scale does not tell 1d1d from 1d2d")
+    is_1d1d = rhs_scale.shape[0] == rhs.shape[0]
+    scale_rows = cols if is_1d1d else cols // SCALE_BLOCK
     out = np.empty(rows.shape, np.float32)
     chunk = max(1, _CHUNK_ELEMS // max(1, lhs.shape[1]))
     for start in range(0, len(rows), chunk):
         span = np.s_[start : start + chunk]
         accums = accumulate_blocks(_in_blocks(lhs[rows[span]]), _in_blocks(rhs[cols[span]]), rule)
+        lhs_scales, rhs_scales = lhs_scale[rows[span]], rhs_scale[scale_rows[span]]
         with np.errstate(over="ignore", under="ignore"):
-            scales = lhs_scale[rows[span]] * rhs_scale[scale_rows[span]]
-        out[span] = promote(scales, accums)
+            if is_1d1d:
+                out[span] = promote(rhs_scales, lhs_scales * accums)
+            else:
+                out[span] = promote(lhs_scales * rhs_scales, accums)
     return out if accum is None else np.asarray(accum, np.float32) + out
 
 

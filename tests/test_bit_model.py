@@ -238,15 +238,20 @@ def test_close_to_float64(rhs_block, formats):
     assert reference.calc_diff(bit_model.gemm(*case), reference.gemm(*case)) < 1e-7
 
 
-def test_promotion_is_one_fma_a_block_ascending():
-    lhs, lhs_scale, rhs, rhs_scale = _case(7, 4, 8, 384, (1, 128))
+@pytest.mark.parametrize("rhs_block", [(128, 128), (1, 128)], ids=["1d2d", "1d1d"])
+def test_promotion_is_one_fma_a_block_ascending(rhs_block):
+    lhs, lhs_scale, rhs, rhs_scale = _case(7, 4, 8, 384, rhs_block)
     out = bit_model.gemm(lhs, lhs_scale, rhs, rhs_scale)
     for i, j in ((0, 0), (3, 7)):
         promoted = np.float32(0)
         for b in range(3):
             span = np.s_[b * 128 : (b + 1) * 128]
             accum = _accumulate_exactly(lhs[i, span], rhs[j, span])
-            scale = lhs_scale[i, b] * rhs_scale[j, b]
+            if rhs_block == (1, 128):
+                accum = _fraction(_round_to_f32(_fraction(lhs_scale[i, b]) * accum))
+                scale = rhs_scale[j, b]
+            else:
+                scale = lhs_scale[i, b] * rhs_scale[j // 128, b]
             promoted = _round_to_f32(_fraction(scale) * accum + _fraction(promoted))
         assert out[i, j] == promoted
 
