@@ -101,8 +101,8 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
   bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
-  const int64_t num_row_scales = std::max(64, config.block_m) + (config.grouping == 1 ? 4 : 0);
-  bytes = RoundUp(bytes, 128) + num_stages * RoundUp(num_row_scales, 32) * 4;
+  const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
+  bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
   bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
   bytes = RoundUp(bytes, 8) + num_stages * 16;  // full and empty barriers
   bytes += config.grouping == 0 ? 1 : (3 * (kMaxGroups + 2) + 3) * 4;

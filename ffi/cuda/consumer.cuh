@@ -30,7 +30,7 @@ struct Consumer {
   const int first_row;                // in the tile, of this thread
   const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
 
-  int scale_row;
+  uint32_t scale_shift;  // of this k-block's row scales in their stage
   RingCursor<Config::kNumStages> ring;
   KBlock blocks[Tile::kGroup];
   uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
@@ -56,9 +56,7 @@ struct Consumer {
       const Work work = scheduler.locate(i);
       const int row = work.row + consumer * Tile::kRows;
       num_k_blocks = uniform(work.num_k_blocks);
-      // Where in the stage's row scales this tile begins.
-      scale_row = first_row;
-      if (Tile::kIsRagged && num_copy_lanes(params.lhs_rows) == 0) scale_row += work.lhs_row & 3;
+      scale_shift = row_scale_shift(params.lhs_rows, work.lhs_row, work.first_k_block);
       clear();
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
@@ -179,7 +177,8 @@ struct Consumer {
     for (int mi = 0; mi < Tile::kMSubs; ++mi) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
+        const float lhs_scale =
+            shared.lhs_scale[ring.stage][first_row + scale_shift + mi * 64 + half * 8];
 #pragma unroll
         for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
           block.scale[i][mi][half] =
@@ -187,6 +186,7 @@ struct Consumer {
         }
       }
     }
+    scale_shift = (scale_shift + uint32_t(params.lhs_rows)) % 4;
   }
 
   // Queues one batch on the tensor cores.

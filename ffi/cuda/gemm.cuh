@@ -8,11 +8,11 @@
 //
 // Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
-//   producer   the last warpgroup; warp 0, one lane: everything that TMA can load;
-//              warp 1: the scales that TMA cannot load; warps 2 and 3 idle
+//   producer   the last warpgroup; warp 0, one lane: everything that is copied in bulk;
+//              warp 1: single scales; warps 2 and 3 idle
 //
 // Pipelines:
-//   full[stage]   arrivals: full_arrivals(), and the TMA bytes; awaited by the consumers
+//   full[stage]   arrivals: full_arrivals(), and the copied bytes; awaited by the consumers
 //   empty[stage]  arrivals: each consumer warp of each CTA in the cluster; awaited by the producer
 //   slabs         each consumer's staging of its output; rewritten once TMA has read it
 // There is no CTA-wide barrier after the start: one consumer's epilogue runs under another's wgmma.
@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   using Scheduler = typename SchedulerOf<Config, Config::kGrouping>::Type;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& shared = *reinterpret_cast<typename Tile::SharedStorage*>(dynamic_smem);
+  const bool stores_scales = Producer<Config, Scheduler>::stores_scales(params);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
   // Initialise the barriers, for the whole cluster.
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage], full_arrivals(Config::kIs1d1d, params.lhs_rows));
+      mbarrier_init(&shared.full[stage], full_arrivals(stores_scales));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
@@ -73,9 +74,9 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
     Producer<Config, Scheduler> producer{params, shared};
     if (warp == 0) {
-      producer.load_by_tma();
-    } else if (warp == 1 && (!Config::kIs1d1d || num_copy_lanes(params.lhs_rows) > 0)) {
-      producer.load_scales();
+      producer.load_in_bulk();
+    } else if (warp == 1 && stores_scales) {
+      producer.store_scales();
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();

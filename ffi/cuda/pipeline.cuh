@@ -21,17 +21,9 @@ struct RingCursor {
   }
 };
 
-// Lanes that copy the lhs scales: none where TMA can, whose strides are multiples of 16 bytes
-// ([k/128][num_rows] in memory); else one a row, up to a warp.
-__device__ constexpr int num_copy_lanes(int num_rows) {
-  return num_rows % 4 == 0 ? 0 : (num_rows < 32 ? num_rows : 32);
-}
-
-// Arrivals that complete a phase of the full barrier: the TMA lane, which announces the bytes; in
-// 1d2d the lane that stores the block scales; each lane that copies lhs scales.
-__device__ constexpr int full_arrivals(bool is_1d1d, int num_rows) {
-  return 1 + (is_1d1d ? 0 : 1) + num_copy_lanes(num_rows);
-}
+// Arrivals that complete a phase of the full barrier: the lane that starts the bulk copies and
+// announces their bytes; and the warp that stores single scales, if there are any.
+__device__ constexpr int full_arrivals(bool stores_scales) { return 1 + stores_scales; }
 
 // Arrivals that complete a phase of the empty barrier: every consumer warp of every CTA that the
 // stage is shared with. More would deadlock the producer, fewer would let it overwrite operands

@@ -18,32 +18,36 @@ struct Producer {
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
 
-  // The producer's first warp, of which one lane asks TMA for everything that it can load.
-  __device__ __forceinline__ void load_by_tma() {
+  // Whether there are scales that the second warp stores: in 1d2d one a column block.
+  __device__ __forceinline__ static bool stores_scales(const GemmParams& params) {
+    return !Config::kIs1d1d || has_rest(params.lhs_rows, ceil_div(params.k, 128));
+  }
+
+  // The producer's first warp, of which one lane starts all bulk copies.
+  __device__ __forceinline__ void load_in_bulk() {
     Scheduler scheduler(params, shared);
-    const bool is_lhs_scale_aligned = num_copy_lanes(params.lhs_rows) == 0;
     Ring ring;  // the elected lane's, which is always the same one
     for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
       const Work work = scheduler.locate(i);
-      if (elect_one()) load_tile(work, is_lhs_scale_aligned, ring);
+      if (elect_one()) load_tile(work, ring);
       __syncwarp();
     }
   }
 
-  // The producer's second warp: the scales that TMA cannot load. In 1d2d one float per column block
-  // of the tile, and, where their rows are no multiple of 4, those of the rows. NOTE: when the
-  // consumers loaded scales into registers, a k-block ahead, the kernel was 15-20 % slower: such
-  // loads queue behind the operands of several stages on their way from the L2.
-  __device__ __forceinline__ void load_scales() {
+  // The producer's second warp: in 1d2d one float per column block of the tile; and the last scales
+  // of rows, where they fill no 16 bytes. NOTE: when the consumers loaded scales into registers, a
+  // k-block ahead, the kernel was 15-20 % slower: such loads queue behind the operands of several
+  // stages on their way from the L2.
+  __device__ __forceinline__ void store_scales() {
     const int lane = threadIdx.x % 32;
-    const int num_lanes = num_copy_lanes(params.lhs_rows);
+    const int num_k_blocks = ceil_div(params.k, 128);
+    const bool is_rest_left = has_rest(params.lhs_rows, num_k_blocks);
     Scheduler scheduler(params, shared);
     ColumnScales block_scales;
     Ring ring;
     if constexpr (!Config::kIs1d1d) prefetch_tile(block_scales, scheduler, scheduler.first());
     for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
       const Work work = scheduler.locate(i);
-      const float* lhs_scale = params.lhs_scale + size_t(work.first_k_block) * params.lhs_rows;
 #pragma unroll 1
       for (int k_block = 0; k_block < work.num_k_blocks; ++k_block) {
         if (!Config::kIs1d1d && k_block % 32 == 0) {
@@ -55,54 +59,59 @@ struct Producer {
           }
         }
         mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-        if (lane < num_lanes) {
-          copy_row_scales<Config::kBlockM>(shared.lhs_scale[ring.stage], lhs_scale, work.lhs_row,
-                                           params.lhs_rows, lane);
-          cp_async_arrive(&shared.full[ring.stage]);
+        if (is_rest_left && work.first_k_block + k_block == num_k_blocks - 1) {
+          row_scales(work, k_block)
+              .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, params.lhs_rows,
+                          num_k_blocks, lane);
+          __syncwarp();
         }
-        lhs_scale += params.lhs_rows;
-        if (!Config::kIs1d1d && lane == k_block % 32) {
+        if (lane == k_block % 32) {
+          if constexpr (!Config::kIs1d1d) {
 #pragma unroll
-          for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
-            shared.rhs_scale[ring.stage][i] = block_scales.chunk[i];
+            for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
+              shared.rhs_scale[ring.stage][i] = block_scales.chunk[i];
+          }
           mbarrier_arrive(&shared.full[ring.stage]);
         }
         ring.advance();
       }
     }
-    cp_async_wait_all();
   }
 
  private:
-  __device__ __forceinline__ void load_tile(const Work& work, bool is_lhs_scale_aligned,
-                                            Ring& ring) {
+  __device__ __forceinline__ void load_tile(const Work& work, Ring& ring) {
     const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
 #pragma unroll 1
     for (int i = 0; i < work.num_k_blocks; ++i) {
       const int k_block = work.first_k_block + i;
+      const auto lhs_scale = row_scales(work, i);
       Barrier* full = &shared.full[ring.stage];
       mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-      // The consumers read the stage's scales by ordinary loads: order those before the TMA below.
-      // It suffices that the fence lies on the path from the reads to the write (PTX ISA, memory
-      // consistency model, causality order). NOTE: nobody waits here; in the consumers the same
-      // fence cost 2-5 %.
+      // The consumers read the stage's scales by ordinary loads: order those before the copies
+      // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+      // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+      // same fence cost 2-5 %.
       fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes +
-                                          (is_lhs_scale_aligned ? Tile::kLhsScaleBytes : 0));
+      const int num_columns = Config::kIs1d1d ? min(Config::kBlockN, params.n - work.column) : 0;
+      mbarrier_arrive_expect_tx(
+          full, Tile::kLhsBytes + Tile::kRhsBytes + lhs_scale.bytes() + num_columns * 4);
       load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
                                                        k_block, work.lhs_row, rank);
       load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
                                                        k_block, work.rhs_row, rank);
-      if (is_lhs_scale_aligned) {
-        tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage],
-                    Tile::kIsRagged ? work.lhs_row & ~3 : work.lhs_row, k_block);
-      }
+      lhs_scale.copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
       if constexpr (Config::kIs1d1d) {
-        tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
-                    k_block);
+        bulk_load(full, shared.rhs_scale[ring.stage],
+                  params.rhs_scale + size_t(k_block) * params.n + work.column, num_columns * 4);
       }
       ring.advance();
     }
+  }
+
+  // k_block: of the tile.
+  __device__ __forceinline__ RowScales<Config::kBlockM> row_scales(const Work& work,
+                                                                   int k_block) const {
+    return {params.lhs_rows, ceil_div(params.k, 128), work.lhs_row, work.first_k_block + k_block};
   }
 
   // Starts loading the block scales of k-blocks k_block .. k_block + 31 of a tile.

@@ -8,41 +8,46 @@
 #pragma once
 
 #include "mbarrier.cuh"
+#include "tma.cuh"
 
 namespace jax_fp8gemm {
 
-// Copies one f32 to shared memory without a register in between; zero where `is_inside` is false
-// (PTX ISA, cp.async).
-__device__ __forceinline__ void cp_async_f32(float* smem, const float* global, bool is_inside) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(smem)),
-               "l"(global), "r"(is_inside ? 4 : 0)
-               : "memory");
-}
-
-// Arrives on `barrier` once this thread's earlier cp.async have landed; the barrier counts on one
-// such arrival a thread.
-__device__ __forceinline__ void cp_async_arrive(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))
-               : "memory");
-}
-
-__device__ __forceinline__ void cp_async_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Copies the kCount scales of rows first .. first + kCount - 1 from an array whose row index is
-// minor, by one warp. 4 bytes at a time: no alignment rule on the number of rows, hence none on m,
-// n or the start of a group.
+// The scales of kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in memory,
+// as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of rows or
+// on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind the
+// start. Up to 3 floats at the end of the array are in no whole piece.
 template <int kCount>
-__device__ __forceinline__ void copy_row_scales(float* smem, const float* scales, int first,
-                                                int num_rows, int lane) {
-#pragma unroll
-  for (int i = 0; i < kCount; i += 32) {
-    const int row = first + i + lane;
-    const bool is_inside = row < num_rows;
-    if (kCount % 32 == 0 || i + lane < kCount)
-      cp_async_f32(smem + i + lane, scales + (is_inside ? row : 0), is_inside);
+struct RowScales {
+  static constexpr int kWindow = kCount + 4;
+  int64_t first, end;  // in memory, of the copied floats; the same where there are none
+
+  __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block) {
+    const int64_t total = int64_t(num_k_blocks) * num_rows;
+    first = (int64_t(k_block) * num_rows + row) & ~int64_t(3);
+    end = min(first + kWindow, total & ~int64_t(3));
   }
+
+  __device__ __forceinline__ uint32_t bytes() const { return uint32_t(end - first) * 4; }
+
+  __device__ __forceinline__ void copy(Barrier* barrier, float* smem, const float* scales) const {
+    if (end > first) bulk_load(barrier, smem, scales + first, bytes());
+  }
+
+  // Stores what the copy leaves out, by the lanes of a warp.
+  __device__ __forceinline__ void store_rest(float* smem, const float* scales, int num_rows,
+                                             int num_k_blocks, int lane) const {
+    const int64_t i = end + lane;
+    if (i < first + kWindow && i < int64_t(num_k_blocks) * num_rows) smem[i - first] = scales[i];
+  }
+};
+
+// Whether some scales are in no whole piece.
+__device__ constexpr bool has_rest(int num_rows, int num_k_blocks) {
+  return (unsigned(num_rows) * unsigned(num_k_blocks)) % 4 != 0;
+}
+
+__device__ __forceinline__ uint32_t row_scale_shift(int num_rows, int row, int k_block) {
+  return (unsigned(k_block) * unsigned(num_rows) + unsigned(row)) % 4;
 }
 
 // The 1d2d scales of a tile's kNumBlocks column blocks, one per block and k-block, in one warp:

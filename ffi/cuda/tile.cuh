@@ -10,8 +10,6 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in gemm.cc.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap lhs_scale_map;  // where m is a multiple of 4
-  TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
   const float* lhs_scale;   // [k/128][m]
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
@@ -56,10 +54,6 @@ struct Tile {
   static constexpr int kBatches = kGroup * kSubs;
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
-  // Groups of rows start anywhere, TMA boxes of scales at multiples of 16 bytes.
-  static constexpr bool kIsRagged = Config::kGrouping == kGroupedRows;
-  static constexpr int kLhsScaleBytes = (Config::kBlockM + (kIsRagged ? 4 : 0)) * 4;
-  static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabBytes = 64 * 128;
   // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
   static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
@@ -71,9 +65,9 @@ struct Tile {
     uint8_t rhs[Config::kNumStages][kRhsBytes];
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
-    alignas(128) float lhs_scale
-        [Config::kNumStages]
-        [ceil_div((Config::kBlockM < 64 ? 64 : Config::kBlockM) + (kIsRagged ? 4 : 0), 32) * 32];
+    // With room for RowScales::kWindow.
+    alignas(128) float lhs_scale[Config::kNumStages]
+                                [ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32];
     alignas(128) float rhs_scale[Config::kNumStages]
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];

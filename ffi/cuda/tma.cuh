@@ -19,6 +19,16 @@ __device__ __forceinline__ void tma_load_2d(const TensorMap* map, Barrier* barri
       : "memory");
 }
 
+// Copies a multiple of 16 bytes between multiples of 16 (PTX ISA, cp.async.bulk).
+__device__ __forceinline__ void bulk_load(Barrier* barrier, void* smem, const void* global,
+                                          uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(smem_address(smem)),
+      "l"(global), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
+
 // Writes the box to the same offset in every CTA of `cta_mask`, and completes the bytes on each
 // one's barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(const TensorMap* map, Barrier* barrier,
