@@ -92,7 +92,9 @@ struct Producer {
       // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
       // same fence cost 2-5 %.
       fence_proxy_async_shared();
-      const int num_columns = Config::kIs1d1d ? min(Config::kBlockN, params.n - work.column) : 0;
+      // A tile of a cluster may begin past the columns.
+      const int num_columns =
+          Config::kIs1d1d ? max(0, min(Config::kBlockN, params.n - work.column)) : 0;
       mbarrier_arrive_expect_tx(
           full, Tile::kLhsBytes + Tile::kRhsBytes + lhs_scale.bytes() + num_columns * 4);
       load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
@@ -101,8 +103,10 @@ struct Producer {
                                                        k_block, work.rhs_row, rank);
       lhs_scale.copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
       if constexpr (Config::kIs1d1d) {
-        bulk_load(full, shared.rhs_scale[ring.stage],
-                  params.rhs_scale + size_t(k_block) * params.n + work.column, num_columns * 4);
+        if (num_columns > 0) {
+          bulk_load(full, shared.rhs_scale[ring.stage],
+                    params.rhs_scale + size_t(k_block) * params.n + work.column, num_columns * 4);
+        }
       }
       ring.advance();
     }

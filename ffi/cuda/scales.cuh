@@ -24,7 +24,7 @@ struct RowScales {
   __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block) {
     const int64_t total = int64_t(num_k_blocks) * num_rows;
     first = (int64_t(k_block) * num_rows + row) & ~int64_t(3);
-    end = min(first + kWindow, total & ~int64_t(3));
+    end = max(first, min(first + kWindow, total & ~int64_t(3)));  // a tile may begin past the rows
   }
 
   __device__ __forceinline__ uint32_t bytes() const { return uint32_t(end - first) * 4; }
