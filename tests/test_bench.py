@@ -11,6 +11,7 @@ import pytest
 
 from jax_fp8gemm import _ffi, _tile_config, bench
 from jax_fp8gemm.bench import (
+    _case,
     _cli,
     _cupti,
     _families,
@@ -263,7 +264,7 @@ def test_cupti_times_jax_kernels():
 
 def test_tile_text_is_read_back():
     for config in _tile_config.CONFIGS:
-        assert _tiles.parse_tile(_families.tile_text(config)) == config
+        assert _tiles.parse_tile(_case.tile_text(config)) == config
 
 
 @pytest.mark.parametrize("text", ["128x256", "128x256/128 w2 a1 s3 d4", "x"])

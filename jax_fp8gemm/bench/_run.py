@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jax_fp8gemm.bench._families import Case
+from jax_fp8gemm.bench._case import Case
 from jax_fp8gemm.bench._peers import peer_calls
 from jax_fp8gemm.bench._problem import Shape
 from jax_fp8gemm.bench._reference import CALIBRATION, Reference, summarise
