@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_clock import DEVICE, fake_time
 
 from jax_fp8gemm import _ffi, _tile_config, bench
 from jax_fp8gemm.bench import (
@@ -29,22 +30,9 @@ from jax_fp8gemm.bench._problem import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
-DEVICE = _run.Device("NVIDIA H200", 132, 4270.0)
-
 
 def activity(name: str, us: float, start_us: float = 0) -> Activity:
     return Activity(name, int(start_us * 1e3), int((start_us + us) * 1e3))
-
-
-def fake_time(us: float):
-    """A clock that runs the call once and says `us`."""
-
-    def time(call):
-        call.queue.launch(call.run)
-        call.queue.wait()
-        return _timer.Timing(us, 0.5)
-
-    return time
 
 
 def test_shapes_parse():
@@ -277,7 +265,10 @@ def test_tile_text_that_cannot_be_read(text, capsys):
 def test_tiles_are_refused_where_there_are_none(capsys):
     with pytest.raises(SystemExit):
         bench.main(["quantize", "--tile", "all"])
-    assert "--tile is for dense and wgrad; got quantize" in capsys.readouterr().err
+    assert (
+        "--tile is for dense, wgrad, ragged, masked, ragged-wgrad; got quantize"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_case_runs_with_every_tile():

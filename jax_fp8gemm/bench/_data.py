@@ -17,6 +17,11 @@ def normal(rows: int, columns: int, *, seed: int) -> jax.Array:
     return _cut(_pool(1 << max(0, num_elems - 1).bit_length(), seed), rows, columns)
 
 
+def normal_groups(groups: int, rows: int, columns: int, *, seed: int) -> jax.Array:
+    """(groups, rows, columns) bf16, standard normal."""
+    return jnp.stack([normal(rows, columns, seed=seed + i) for i in range(groups)])
+
+
 @functools.lru_cache(maxsize=4)
 def _pool(num_elems: int, seed: int) -> jax.Array:
     # One pool a power of two: the generator is slow to compile, a slice of its result is not.

@@ -11,12 +11,15 @@ from tqdm import tqdm
 from jax_fp8gemm.bench._case import Case
 from jax_fp8gemm.bench._peers import peer_calls
 from jax_fp8gemm.bench._problem import Shape
-from jax_fp8gemm.bench._reference import CALIBRATION, Reference, summarise
+from jax_fp8gemm.bench._reference import CALIBRATION, CARRIED, Reference, summarise
 from jax_fp8gemm.bench._report import Row, Table, document, write_json
 from jax_fp8gemm.bench._timer import Call, Timing, jax_queue, measure
 
 _COPY_BYTES = 2 << 30
-_DIMENSIONS = ("m", "n", "k", "hidden", "inter")
+_DIMENSIONS = (
+    *("m", "n", "k", "hidden", "inter"),
+    *("groups", "expected_rows", "rows", "max_m", "expected_k"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ def run(family: str, cases: Sequence[Case], options: Options, device: Device) ->
     tqdm.write(table.header())
     rows: list[Row] = []
     notes: dict[str, str] = {}
-    machine = _machine_factor(options, notes) if family == "wgrad" and names else None
+    machine = _machine_factor(options, notes) if options.table in CARRIED and names else None
     for case in tqdm(cases, desc=f"bench {family}", unit="row", leave=False):
         rows.append(_measure_case(family, case, options, device, machine, notes))
         tqdm.write(table.line(rows[-1]))
@@ -75,7 +78,9 @@ def _measure_case(
     peers = _time_peers(case.peers, options, notes)
     estimate = None
     if options.reference is not None:
-        estimate = options.reference.deepgemm_us(options.table, case.shape, peers, machine)
+        estimate = options.reference.deepgemm_us(
+            options.table, case.shape, peers, machine, case.work.flop
+        )
     return Row(
         family=family,
         labels=case.labels,
