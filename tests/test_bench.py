@@ -210,10 +210,14 @@ def test_refuses_where_the_kernels_do_not_run(monkeypatch, capsys):
 
 
 def test_refuses_options_that_would_do_nothing(capsys):
-    for arguments in (["host", "--sustained"], ["matmul", "--shape", "1x2x3"]):
+    for arguments in (
+        ["host", "--sustained"],
+        ["matmul", "--shape", "1x2x3"],
+        ["moe", "--sustained"],
+    ):
         with pytest.raises(SystemExit):
             bench.main(arguments)
-        assert "has one size; got --shape or --sustained" in capsys.readouterr().err
+        assert "has fixed sizes; got --shape or --sustained" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err

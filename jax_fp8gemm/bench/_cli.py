@@ -14,6 +14,7 @@ from jax_fp8gemm.bench._families import cases
 from jax_fp8gemm.bench._grouped import grouped_cases
 from jax_fp8gemm.bench._host import host_times
 from jax_fp8gemm.bench._mlp import LLAMA3_8B, mlp_case
+from jax_fp8gemm.bench._moe import LAYERS, moe_case
 from jax_fp8gemm.bench._problem import GroupedShape, Shape, default_shapes, parse_shape
 from jax_fp8gemm.bench._reference import load_reference
 from jax_fp8gemm.bench._report import document, results_path, write_json
@@ -27,6 +28,7 @@ _PEERS = (
 )
 _GROUPED = ("ragged", "masked", "ragged-wgrad")
 _TILED = ("dense", "wgrad", *_GROUPED)
+_LAYERS = ("matmul", "moe")  # many kernels a call, all of which count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_host(name, files)
         return 0
     device = Device(name, _ffi.num_sms(), copy_gbps())
-    if arguments.family == "matmul":
+    if family in _LAYERS:
         time = functools.partial(measure, repeat=arguments.repeat, flush=False)
     elif arguments.sustained:
         time = measure_sustained
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm bench", description=__doc__)
     add = parser.add_argument
-    add("family", choices=(*_TILED, "quantize", "matmul", "host"))
+    add("family", choices=(*_TILED, "quantize", *_LAYERS, "host"))
     shape = "MxNxK; quantize: MxK; ragged, masked: GxExNxK; ragged-wgrad: GxMxNxE"
     add("--shape", action="extend", nargs="+", default=[], help=shape)
     add(
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
 def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[Case]:
     if arguments.family == "matmul":
         return [mlp_case(LLAMA3_8B)]
+    if arguments.family == "moe":
+        return [moe_case(layer) for layer in LAYERS]
     family = arguments.family.replace("-", "_")
     if arguments.family in _GROUPED:
         grouped = [shape for shape in shapes if isinstance(shape, GroupedShape)]
@@ -106,9 +110,9 @@ def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[C
 def _shapes(arguments: argparse.Namespace) -> Sequence[Shape]:
     """The shapes to measure, or none for a family that has its own."""
     family = arguments.family.replace("-", "_")
-    if family in ("matmul", "host"):
+    if family in (*_LAYERS, "host"):
         if arguments.shape or arguments.sustained:
-            raise ValueError(f"bench: {family} has one size; got --shape or --sustained")
+            raise ValueError(f"bench: {family} has fixed sizes; got --shape or --sustained")
         return []
     if arguments.shape:
         return [parse_shape(text, family) for text in arguments.shape]
