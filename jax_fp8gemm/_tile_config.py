@@ -232,7 +232,7 @@ def _time_us(
     return _launch_us(waves, tile_clocks, (m + n) * k + m * n * out_bytes)
 
 
-def _tile_clocks(c: TileConfig, num_k_blocks: float, is_1d1d: bool, out_bytes: int) -> float:
+def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_bytes: int) -> float:
     """Predicted clocks of one tile."""
     efficiency = _EFFICIENCY_1D2D
     if is_1d1d:
@@ -247,7 +247,7 @@ def _tile_clocks(c: TileConfig, num_k_blocks: float, is_1d1d: bool, out_bytes: i
     return num_k_blocks * k_block + epilogue
 
 
-def _launch_us(waves: float, tile_clocks: float, dram_bytes: float) -> float:
+def _launch_us(waves: int | float, tile_clocks: float, dram_bytes: int | float) -> float:
     """Predicted time of a launch from the tiles of one multiprocessor and the bytes of all."""
     compute_us = waves * tile_clocks / _CLOCK_MHZ
     dram_us = dram_bytes / _DRAM_BYTES_PER_US

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_clock import DEVICE, fake_time
 
 from jax_fp8gemm import _ffi, _tile_config, bench
 from jax_fp8gemm.bench import (
+    _case,
     _cli,
     _cupti,
     _families,
@@ -28,22 +30,9 @@ from jax_fp8gemm.bench._problem import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
-DEVICE = _run.Device("NVIDIA H200", 132, 4270.0)
-
 
 def activity(name: str, us: float, start_us: float = 0) -> Activity:
     return Activity(name, int(start_us * 1e3), int((start_us + us) * 1e3))
-
-
-def fake_time(us: float):
-    """A clock that runs the call once and says `us`."""
-
-    def time(call):
-        call.queue.launch(call.run)
-        call.queue.wait()
-        return _timer.Timing(us, 0.5)
-
-    return time
 
 
 def test_shapes_parse():
@@ -221,10 +210,14 @@ def test_refuses_where_the_kernels_do_not_run(monkeypatch, capsys):
 
 
 def test_refuses_options_that_would_do_nothing(capsys):
-    for arguments in (["host", "--sustained"], ["matmul", "--shape", "1x2x3"]):
+    for arguments in (
+        ["host", "--sustained"],
+        ["matmul", "--shape", "1x2x3"],
+        ["moe", "--sustained"],
+    ):
         with pytest.raises(SystemExit):
             bench.main(arguments)
-        assert "has one size; got --shape or --sustained" in capsys.readouterr().err
+        assert "has fixed sizes; got --shape or --sustained" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
@@ -263,7 +256,7 @@ def test_cupti_times_jax_kernels():
 
 def test_tile_text_is_read_back():
     for config in _tile_config.CONFIGS:
-        assert _tiles.parse_tile(_families.tile_text(config)) == config
+        assert _tiles.parse_tile(_case.tile_text(config)) == config
 
 
 @pytest.mark.parametrize("text", ["128x256", "128x256/128 w2 a1 s3 d4", "x"])
@@ -276,7 +269,10 @@ def test_tile_text_that_cannot_be_read(text, capsys):
 def test_tiles_are_refused_where_there_are_none(capsys):
     with pytest.raises(SystemExit):
         bench.main(["quantize", "--tile", "all"])
-    assert "--tile is for dense and wgrad; got quantize" in capsys.readouterr().err
+    assert (
+        "--tile is for dense, wgrad, ragged, masked, ragged-wgrad; got quantize"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_case_runs_with_every_tile():

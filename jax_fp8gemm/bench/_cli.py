@@ -9,10 +9,13 @@ from collections.abc import Sequence
 import jax
 
 from jax_fp8gemm import _ffi
+from jax_fp8gemm.bench._case import Case
 from jax_fp8gemm.bench._families import cases
+from jax_fp8gemm.bench._grouped import grouped_cases
 from jax_fp8gemm.bench._host import host_times
 from jax_fp8gemm.bench._mlp import LLAMA3_8B, mlp_case
-from jax_fp8gemm.bench._problem import Shape, default_shapes, parse_shape
+from jax_fp8gemm.bench._moe import LAYERS, moe_case
+from jax_fp8gemm.bench._problem import GroupedShape, Shape, default_shapes, parse_shape
 from jax_fp8gemm.bench._reference import load_reference
 from jax_fp8gemm.bench._report import document, results_path, write_json
 from jax_fp8gemm.bench._run import Device, Options, copy_gbps, run
@@ -21,8 +24,11 @@ from jax_fp8gemm.bench._timer import measure, measure_sustained
 
 _PEERS = (
     *("cublaslt_tensorwise", "cublaslt_block", "torch_bf16"),
-    *("xla_bf16", "xla", "deepgemm"),
+    *("xla_bf16", "xla", "lax_ragged_dot", "tokamax", "deepgemm"),
 )
+_GROUPED = ("ragged", "masked", "ragged-wgrad")
+_TILED = ("dense", "wgrad", *_GROUPED)
+_LAYERS = ("matmul", "moe")  # many kernels a call, all of which count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: times our CUDA kernels, which do not run here: {reason}. Nothing measured.")
         return 1
     name = jax.devices()[0].device_kind
-    table = arguments.family + ("_sustained" if arguments.sustained else "")
+    family = arguments.family.replace("-", "_")
+    table = family + ("_sustained" if arguments.sustained else "")
     files = [pathlib.Path(arguments.json)] if arguments.json else []
     if arguments.save is not None:
         files.append(results_path(arguments.save, name, table))
@@ -50,25 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_host(name, files)
         return 0
     device = Device(name, _ffi.num_sms(), copy_gbps())
-    if arguments.family == "matmul":
+    if family in _LAYERS:
         time = functools.partial(measure, repeat=arguments.repeat, flush=False)
-        rows = [mlp_case(LLAMA3_8B)]
+    elif arguments.sustained:
+        time = measure_sustained
     else:
         time = functools.partial(measure, repeat=arguments.repeat)
-        rows = cases(arguments.family, shapes)
-        if arguments.tile:
-            rows = list(with_tiles(rows, arguments.tile))
-    if arguments.sustained:
-        time = measure_sustained
-    run(arguments.family, rows, Options(table, time, peers, files, reference), device)
+    rows = _cases(arguments, shapes)
+    run(family, rows, Options(table, time, peers, files, reference), device)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm bench", description=__doc__)
     add = parser.add_argument
-    add("family", choices=("dense", "wgrad", "quantize", "matmul", "host"))
-    add("--shape", action="extend", nargs="+", default=[], help="MxNxK, or MxK for quantize")
+    add("family", choices=(*_TILED, "quantize", *_LAYERS, "host"))
+    shape = "MxNxK; quantize: MxK; ragged, masked: GxExNxK; ragged-wgrad: GxMxNxE"
+    add("--shape", action="extend", nargs="+", default=[], help=shape)
     add(
         "--rows",
         choices=("small", "large", "all"),
@@ -88,12 +93,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shapes(arguments: argparse.Namespace) -> list[Shape]:
-    """The shapes to measure, or an empty list for a family that has none."""
-    family = arguments.family
-    if family in ("matmul", "host"):
+def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[Case]:
+    if arguments.family == "matmul":
+        return [mlp_case(LLAMA3_8B)]
+    if arguments.family == "moe":
+        return [moe_case(layer) for layer in LAYERS]
+    family = arguments.family.replace("-", "_")
+    if arguments.family in _GROUPED:
+        grouped = [shape for shape in shapes if isinstance(shape, GroupedShape)]
+        rows = grouped_cases(family, grouped)
+    else:
+        rows = cases(family, shapes)
+    return list(with_tiles(rows, arguments.tile)) if arguments.tile else rows
+
+
+def _shapes(arguments: argparse.Namespace) -> Sequence[Shape]:
+    """The shapes to measure, or none for a family that has its own."""
+    family = arguments.family.replace("-", "_")
+    if family in (*_LAYERS, "host"):
         if arguments.shape or arguments.sustained:
-            raise ValueError(f"bench: {family} has one size; got --shape or --sustained")
+            raise ValueError(f"bench: {family} has fixed sizes; got --shape or --sustained")
         return []
     if arguments.shape:
         return [parse_shape(text, family) for text in arguments.shape]
@@ -112,8 +131,8 @@ def _peers(arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def _check_tiles(arguments: argparse.Namespace) -> None:
-    if arguments.tile and arguments.family not in ("dense", "wgrad"):
-        raise ValueError(f"bench: --tile is for dense and wgrad; got {arguments.family}")
+    if arguments.tile and arguments.family not in _TILED:
+        raise ValueError(f"bench: --tile is for {', '.join(_TILED)}; got {arguments.family}")
     for text in arguments.tile:
         if text != "all":
             parse_tile(text)

@@ -1,35 +1,21 @@
 """The families `dense`, `wgrad` and `quantize`: our call, its work and its peers, row by row."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
 
 import jax_fp8gemm
 from jax_fp8gemm import _ffi, _tile_config
-from jax_fp8gemm.bench._data import normal
+from jax_fp8gemm.bench._case import Case, gemm_call, tile_text
+from jax_fp8gemm.bench._data import normal, quantize_blocks, quantize_rows
 from jax_fp8gemm.bench._peers import peer_calls
-from jax_fp8gemm.bench._problem import Shape, Work, gemm_work, quantize_work
+from jax_fp8gemm.bench._problem import Shape, gemm_work, quantize_work
 from jax_fp8gemm.bench._timer import Call, jax_queue
 
-Build = Callable[[], Call]
-GEMM_KERNEL, QUANTIZE_KERNEL = "fp8_gemm", "quantize"  # substrings of our kernels' names
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row to measure. `build` makes our call; `peers` makes the others', by name."""
-
-    labels: Mapping[str, Any]
-    shape: Shape
-    work: Work
-    config: str
-    build: Build
-    peers: Mapping[str, Build]
+QUANTIZE_KERNEL = "quantize"  # substring of the names of our quantise kernels
 
 
 def cases(family: str, shapes: Sequence[Shape]) -> list[Case]:
@@ -44,9 +30,9 @@ def cases(family: str, shapes: Sequence[Shape]) -> list[Case]:
 def _dense(shape: Shape) -> Case:
     def build() -> Call:
         lhs = quantize_rows(normal(shape.m, shape.k, seed=0))
-        rhs = _blocks(normal(shape.n or 0, shape.k, seed=1))
-        multiply = jax.jit(functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.bfloat16))
-        return Call(lambda: multiply(lhs, rhs), jax_queue(), GEMM_KERNEL)
+        rhs = quantize_blocks(normal(shape.n or 0, shape.k, seed=1))
+        multiply = functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.bfloat16)
+        return gemm_call(multiply, (lhs, rhs))
 
     work = gemm_work(shape, is_1d1d=False, out_bytes=2, accumulate=False)
     config = _config_text(shape, is_1d1d=False, out_f32=False, accumulate=False)
@@ -60,17 +46,8 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
         lhs = quantize_rows(normal(shape.m, shape.k, seed=0))
         rhs = quantize_rows(normal(shape.n or 0, shape.k, seed=1))
         multiply = functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.float32)
-        if not accumulate:
-            plain = jax.jit(multiply)
-            return Call(lambda: plain(lhs, rhs), jax_queue(), GEMM_KERNEL)
-        add = jax.jit(lambda a, b, c: multiply(a, b, accumulate_into=c), donate_argnums=2)
-        total = [jnp.zeros((shape.m, shape.n or 0), jnp.float32)]
-
-        def run() -> jax.Array:
-            total[0] = add(lhs, rhs, total[0])
-            return total[0]
-
-        return Call(run, jax_queue(), GEMM_KERNEL)
+        total = jnp.zeros((shape.m, shape.n or 0), jnp.float32) if accumulate else None
+        return gemm_call(multiply, (lhs, rhs), total)
 
     work = gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=accumulate)
     config = _config_text(shape, is_1d1d=True, out_f32=True, accumulate=accumulate)
@@ -112,19 +89,6 @@ _QUANTIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def quantize_rows(x: jax.Array) -> jax_fp8gemm.ScaledArray:
-    """Quantised, its scale laid out as the kernel reads it: XLA then adds no copy to the call."""
-    quantized = _quantize_rows(x)
-    rows_minor = Format(Layout(major_to_minor=(1, 0)), quantized.scale.sharding)
-    scale = jax.device_put(quantized.scale, rows_minor)
-    return jax_fp8gemm.ScaledArray(quantized.values, scale)
-
-
-_Quantizer = Callable[[jax.Array], jax_fp8gemm.ScaledArray]
-_quantize_rows: _Quantizer = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(1, 128)))
-_blocks: _Quantizer = jax.jit(functools.partial(jax_fp8gemm.quantize, block=(128, 128)))
-
-
 def _labels(shape: Shape) -> dict[str, Any]:
     return {"m": shape.m, "n": shape.n, "k": shape.k}
 
@@ -132,11 +96,3 @@ def _labels(shape: Shape) -> dict[str, Any]:
 def _config_text(shape: Shape, **how: bool) -> str:
     c = _tile_config.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
     return tile_text(c)
-
-
-def tile_text(c: _tile_config.TileConfig) -> str:
-    """The tile config in short; docs/benchmarks.md says how to read it."""
-    return (
-        f"{c.block_m}x{c.block_n}/{c.sub_n} w{c.num_consumers} a{c.num_accums} s{c.num_stages} "
-        f"d{c.num_slabs} c{c.cluster_m}x{c.cluster_n}"
-    )

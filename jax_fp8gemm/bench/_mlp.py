@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_fp8gemm
+from jax_fp8gemm.bench._case import Case
 from jax_fp8gemm.bench._data import normal
-from jax_fp8gemm.bench._families import Case
 from jax_fp8gemm.bench._problem import Shape, Work
 from jax_fp8gemm.bench._timer import Call, jax_queue
 

@@ -39,27 +39,29 @@ def peer_calls(shape: Shape, is_1d1d: bool) -> dict[str, Callable[[], Call]]:
 
 
 @functools.cache
-def _torch() -> tuple[Any, TorchQueue]:
+def load_torch() -> tuple[Any, TorchQueue]:
+    """torch and its queue. Raises: ImportError or RuntimeError where it is of no use."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device")
     return torch, TorchQueue(torch)
 
 
-def _fp8(torch: Any, rows: int, columns: int) -> Any:
+def torch_fp8(torch: Any, rows: int, columns: int) -> Any:
+    """(rows, columns) e4m3, normal, each row scaled to the whole range."""
     values = torch.randn(rows, columns, dtype=torch.float32, device="cuda")
     values *= _FP8_MAX / values.abs().amax(1, keepdim=True)
     return values.to(torch.float8_e4m3fn)
 
 
-def _k_major_scales(torch: Any, rows: int, num_blocks: int) -> Any:
+def torch_scales(torch: Any, rows: int, num_blocks: int) -> Any:
     """(rows, num_blocks) f32, rows minor."""
     return torch.rand(num_blocks, rows, device="cuda").t()
 
 
 def _cublaslt_tensorwise(shape: Shape, is_1d1d: bool) -> Call:
-    torch, queue = _torch()
-    lhs, rhs = _fp8(torch, shape.m, shape.k), _fp8(torch, shape.n or 0, shape.k).t()
+    torch, queue = load_torch()
+    lhs, rhs = torch_fp8(torch, shape.m, shape.k), torch_fp8(torch, shape.n or 0, shape.k).t()
     scale = torch.rand((), device="cuda")
     out = torch.float32 if is_1d1d else torch.bfloat16
     arguments = dict(scale_a=scale, scale_b=scale, out_dtype=out, use_fast_accum=True)
@@ -67,15 +69,15 @@ def _cublaslt_tensorwise(shape: Shape, is_1d1d: bool) -> Call:
 
 
 def _cublaslt_block(shape: Shape, is_1d1d: bool) -> Call:
-    torch, queue = _torch()
+    torch, queue = load_torch()
     functional = torch.nn.functional
     m, n, k = shape.m, shape.n or 0, shape.k
     num_blocks = -(-k // 128)
-    lhs, rhs = _fp8(torch, m, k), _fp8(torch, n, k).t()
-    lhs_scale = _k_major_scales(torch, m, num_blocks)
+    lhs, rhs = torch_fp8(torch, m, k), torch_fp8(torch, n, k).t()
+    lhs_scale = torch_scales(torch, m, num_blocks)
     row, block = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
     if is_1d1d:
-        rhs_scale, rhs_recipe = _k_major_scales(torch, n, num_blocks), row
+        rhs_scale, rhs_recipe = torch_scales(torch, n, num_blocks), row
     else:  # cuBLASLt wants the k blocks minor and padded to a multiple of 4
         padded = -(-num_blocks // 4) * 4
         rhs_scale, rhs_recipe = torch.rand(-(-n // 128), padded, device="cuda").t(), block
@@ -85,7 +87,7 @@ def _cublaslt_block(shape: Shape, is_1d1d: bool) -> Call:
 
 
 def _torch_bf16(shape: Shape) -> Call:
-    torch, queue = _torch()
+    torch, queue = load_torch()
     lhs = torch.randn(shape.m, shape.k, dtype=torch.bfloat16, device="cuda")
     rhs = torch.randn(shape.n, shape.k, dtype=torch.bfloat16, device="cuda").t()
     return Call(lambda: torch.mm(lhs, rhs), queue)
@@ -102,15 +104,15 @@ def _xla_bf16(shape: Shape, is_1d1d: bool) -> Call:
 
 def _deepgemm(shape: Shape, is_1d1d: bool) -> Call:
     deep_gemm = importlib.import_module("deep_gemm")
-    torch, queue = _torch()
+    torch, queue = load_torch()
     m, n, k = shape.m, shape.n or 0, shape.k
     num_blocks = -(-k // 128)
-    lhs = (_fp8(torch, m, k), _k_major_scales(torch, m, num_blocks))
+    lhs = (torch_fp8(torch, m, k), torch_scales(torch, m, num_blocks))
     if is_1d1d:
-        rhs = (_fp8(torch, n, k), _k_major_scales(torch, n, num_blocks))
+        rhs = (torch_fp8(torch, n, k), torch_scales(torch, n, num_blocks))
         out = torch.zeros(m, n, device="cuda")
         arguments = dict(c=out, recipe=(1, 1, 128))
     else:
-        rhs = (_fp8(torch, n, k), torch.rand(-(-n // 128), num_blocks, device="cuda"))
+        rhs = (torch_fp8(torch, n, k), torch.rand(-(-n // 128), num_blocks, device="cuda"))
         out, arguments = torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), {}
     return Call(lambda: deep_gemm.fp8_gemm_nt(lhs, rhs, out, **arguments), queue, "gemm")

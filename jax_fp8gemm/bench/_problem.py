@@ -23,6 +23,26 @@ _DENSE_SUSTAINED = (
 )
 _WGRAD = ((2112, 7168, 4096), (7168, 2048, 4096), (4096, 7168, 4096), (7168, 16384, 4096))
 _QUANTIZE = ((4096, 7168), (8192, 4096), (8192, 7168), (8192, 14336), (32768, 7168))
+# (groups, m, n, k), where m, or k for ragged_wgrad, is what one group is expected to have.
+_GROUPED = {
+    "ragged": (
+        *((4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168)),
+        *((8, 4096, 7168, 2048), (32, 256, 4096, 7168), (32, 256, 7168, 2048)),
+        (8, 4096, 6144, 7168),
+    ),
+    "masked": (
+        *((32, 192, 6144, 7168), (32, 192, 7168, 3072), (6, 1024, 4096, 4096)),
+        *((32, 20, 6144, 7168), (32, 20, 7168, 3072)),
+    ),
+    "ragged_wgrad": ((4, 4096, 7168, 8192), (8, 7168, 2048, 4096), (16, 4096, 7168, 2048)),
+}
+# What --shape looks like; E is the expected m, or k, of one group.
+_FORMS = {
+    "quantize": "MxK",
+    "ragged": "GxExNxK",
+    "masked": "GxExNxK",
+    "ragged_wgrad": "GxMxNxE",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +55,27 @@ class Shape:
 
     def __str__(self) -> str:
         return "x".join(str(dim) for dim in (self.m, self.n, self.k) if dim is not None)
+
+    @property
+    def size_class(self) -> str | None:
+        """The rows that this one is judged with; None if it is left out."""
+        if self.m >= LARGE_M:
+            return f"m >= {LARGE_M}"
+        return f"m <= {SMALL_M}" if self.m <= SMALL_M else None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedShape(Shape):
+    """`groups` products; m, or k where k is ragged, is what one group is expected to have."""
+
+    groups: int
+
+    def __str__(self) -> str:
+        return f"{self.groups}x{super().__str__()}"
+
+    @property
+    def size_class(self) -> str | None:
+        return "all sizes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +99,28 @@ class Work:
 
 
 def parse_shape(text: str, family: str) -> Shape:
-    """Parses `MxNxK`, or `MxK` for the family `quantize`.
+    """Parses `MxNxK`, or what the family has instead.
 
     Raises: ValueError if the text has another form.
     """
-    form = "MxK" if family == "quantize" else "MxNxK"
+    form = _FORMS.get(family, "MxNxK")
     if not re.fullmatch("x".join([r"[1-9]\d*"] * (form.count("x") + 1)), text):
         raise ValueError(f"bench: --shape must be {form} with positive sizes; got {text}")
     dims = [int(dim) for dim in text.split("x")]
+    if len(dims) == 4:
+        return _grouped_shape(*dims)
     return Shape(dims[0], dims[1] if len(dims) == 3 else None, dims[-1])
 
 
-def default_shapes(family: str, rows: str = "all", sustained: bool = False) -> list[Shape]:
+def _grouped_shape(groups: int, m: int, n: int, k: int) -> GroupedShape:
+    return GroupedShape(m, n, k, groups)
+
+
+def default_shapes(family: str, rows: str = "all", sustained: bool = False) -> Sequence[Shape]:
     """The family's own rows. rows: "small" (m <= 512), "large" (m >= 1024) or "all"."""
-    if family == "quantize":
+    if family in _GROUPED:
+        shapes = [_grouped_shape(*dims) for dims in _GROUPED[family]]
+    elif family == "quantize":
         shapes = [Shape(m, None, k) for m, k in _QUANTIZE]
     elif family == "wgrad":
         shapes = [Shape(*shape) for shape in _WGRAD]

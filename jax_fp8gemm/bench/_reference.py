@@ -12,34 +12,41 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax_fp8gemm.bench._problem import LARGE_M, SMALL_M, Shape
+from jax_fp8gemm.bench._problem import GroupedShape, Shape
 
 # (key in the reference, key among this run's peers), best first.
 _YARDSTICKS = (("cublaslt_tensorwise", "cublaslt_tensorwise"), ("bf16", "torch_bf16"))
-# Dense rows whose cuBLASLt times carry the weight-gradient figures, which have none of their own.
+# Tables without cuBLASLt's times, and the dense rows whose cuBLASLt times carry their figures over.
+CARRIED = ("wgrad", "ragged", "masked", "ragged_wgrad")
 CALIBRATION = (Shape(4096, 4096, 7168), Shape(4096, 7168, 2048), Shape(8192, 8192, 8192))
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The file's tables: family ("dense", "dense_sustained", "wgrad") -> rows."""
+    """The file's tables: family ("dense", "dense_sustained" or one of CARRIED) -> rows."""
 
     tables: Mapping[str, Any]
 
     def row(self, family: str, shape: Shape) -> Mapping[str, Any]:
         """The family's row of that shape, or an empty one."""
         for row in self.tables.get(family, ()):
-            if (row["m"], row.get("n"), row["k"]) == (shape.m, shape.n, shape.k):
+            if _shape(row) == shape:
                 return row
         return {}
 
     def deepgemm_us(
-        self, family: str, shape: Shape, peers: Mapping[str, float], machine: float | None = None
+        self,
+        family: str,
+        shape: Shape,
+        peers: Mapping[str, float],
+        machine: float | None = None,
+        flop: int = 0,
     ) -> float | None:
         """DeepGEMM's estimated time here, or None without a reference row or a yardstick.
 
         peers: this run's times, by name.
         machine: time here over time there, for rows without a yardstick of their own.
+        flop: of this run's row; groups drawn elsewhere had others.
         """
         row = self.row(family, shape)
         deepgemm = row.get("deepgemm")
@@ -49,12 +56,25 @@ class Reference:
             yardstick = row.get(there)
             if yardstick is not None:
                 return deepgemm * peers[here] / yardstick if here in peers else None
-        return None if machine is None else deepgemm * machine
+        if machine is None:
+            return None
+        return deepgemm * machine * (flop / _grouped_flop(row) if "groups" in row else 1)
 
     def machine_factor(self, measured: Mapping[Shape, float]) -> float | None:
         """Geometric mean of cuBLASLt tensor-wise here over there, over dense shapes."""
         there = {shape: self.row("dense", shape).get("cublaslt_tensorwise") for shape in measured}
         return geometric_mean(us / base for shape, us in measured.items() if (base := there[shape]))
+
+
+def _shape(row: Mapping[str, Any]) -> Shape:
+    if "groups" not in row:
+        return Shape(row["m"], row.get("n"), row["k"])
+    m, k = row.get("expected_rows", row.get("m")), row.get("expected_k", row["k"])
+    return GroupedShape(m, row["n"], k, row["groups"])
+
+
+def _grouped_flop(row: Mapping[str, Any]) -> int:
+    return 2 * row.get("rows", row.get("m")) * row["n"] * row["k"]
 
 
 def load_reference(path: str | None = None) -> Reference | None:
@@ -79,17 +99,16 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 def summarise(ratios: Mapping[Shape, float], name: str) -> list[str]:
     """A line for each size class that has rows: geometric mean and worst row of the ratios."""
-    classes = (
-        (f"m >= {LARGE_M}", [shape for shape in ratios if shape.m >= LARGE_M]),
-        (f"m <= {SMALL_M}", [shape for shape in ratios if shape.m <= SMALL_M]),
-    )
+    classes: dict[str, list[Shape]] = {}
+    for shape in sorted(ratios, key=lambda shape: -shape.m):
+        if shape.size_class is not None:
+            classes.setdefault(shape.size_class, []).append(shape)
     lines = []
-    for label, shapes in classes:
+    for label, shapes in classes.items():
         mean = geometric_mean(ratios[shape] for shape in shapes)
-        if mean is not None:
-            worst = min(shapes, key=lambda shape: ratios[shape])
-            lines.append(
-                f"{label}: {mean:.3f}x {name} (geometric mean of {len(shapes)} rows), "
-                f"worst {ratios[worst]:.3f}x at {worst}"
-            )
+        worst = min(shapes, key=lambda shape: ratios[shape])
+        lines.append(
+            f"{label}: {mean:.3f}x {name} (geometric mean of {len(shapes)} rows), "
+            f"worst {ratios[worst]:.3f}x at {worst}"
+        )
     return lines

@@ -14,8 +14,10 @@ from jax_fp8gemm.bench._problem import Shape
 
 _PACKAGES = (
     *("jax_fp8gemm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
-    *("nvidia-cuda-nvrtc", "nvidia-cublas", "torch", "deep_gemm"),
+    *("nvidia-cuda-nvrtc", "nvidia-cublas", "torch", "deep_gemm", "tokamax"),
 )
+
+_TEXT_LABELS = ("mode", "layer", "name")  # columns of words; the others hold numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Table:
 
 
 def _width(label: str) -> int:
-    return 8 if len(label) == 1 else 20
+    return 20 if label in _TEXT_LABELS else max(8, len(label) + 2)
 
 
 def _peer_cell(us: float | None, ours: float) -> str:

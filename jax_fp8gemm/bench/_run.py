@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jax_fp8gemm.bench._families import Case
+from jax_fp8gemm.bench._case import Build, Case
 from jax_fp8gemm.bench._peers import peer_calls
 from jax_fp8gemm.bench._problem import Shape
-from jax_fp8gemm.bench._reference import CALIBRATION, Reference, summarise
+from jax_fp8gemm.bench._reference import CALIBRATION, CARRIED, Reference, summarise
 from jax_fp8gemm.bench._report import Row, Table, document, write_json
 from jax_fp8gemm.bench._timer import Call, Timing, jax_queue, measure
 
 _COPY_BYTES = 2 << 30
-_DIMENSIONS = ("m", "n", "k", "hidden", "inter")
+_PEAK = "peak_bytes"  # key in a row's JSON; for a peer, after the first word of its name
+_DIMENSIONS = (
+    *("m", "n", "k", "hidden", "inter"),
+    *("name", "groups", "expected_rows", "rows", "max_m", "expected_k"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ def run(family: str, cases: Sequence[Case], options: Options, device: Device) ->
     tqdm.write(table.header())
     rows: list[Row] = []
     notes: dict[str, str] = {}
-    machine = _machine_factor(options, notes) if family == "wgrad" and names else None
+    machine = _machine_factor(options, notes) if options.table in CARRIED and names else None
     for case in tqdm(cases, desc=f"bench {family}", unit="row", leave=False):
         rows.append(_measure_case(family, case, options, device, machine, notes))
         tqdm.write(table.line(rows[-1]))
@@ -71,11 +75,14 @@ def _measure_case(
     machine: float | None,
     notes: dict[str, str],
 ) -> Row:
-    ours = options.time(case.build())
-    peers = _time_peers(case.peers, options, notes)
+    peaks: dict[str, int] = {}
+    ours = _time(case.build, options, _PEAK, peaks)
+    peers = _time_peers(case.peers, options, notes, peaks)
     estimate = None
     if options.reference is not None:
-        estimate = options.reference.deepgemm_us(options.table, case.shape, peers, machine)
+        estimate = options.reference.deepgemm_us(
+            options.table, case.shape, peers, machine, case.work.flop
+        )
     return Row(
         family=family,
         labels=case.labels,
@@ -88,19 +95,33 @@ def _measure_case(
         config=case.config,
         peers=peers,
         deepgemm_estimate=estimate,
-        extra={"other_us": round(ours.other_us, 3), "timer": ours.timer, "sm_mhz": ours.sm_mhz},
+        extra={
+            "other_us": round(ours.other_us, 3),
+            "timer": ours.timer,
+            "sm_mhz": ours.sm_mhz,
+            **peaks,
+        },
     )
 
 
+def _time(build: Build, options: Options, key: str, peaks: dict[str, int]) -> Timing:
+    """Times a call, and puts the memory that it needs into `peaks` where that is known."""
+    call = build()
+    if call.peak_bytes is not None:
+        peaks[key] = call.peak_bytes
+    return options.time(call)
+
+
 def _time_peers(
-    builds: Mapping[str, Callable[[], Call]], options: Options, notes: dict[str, str]
+    builds: Mapping[str, Build], options: Options, notes: dict[str, str], peaks: dict[str, int]
 ) -> dict[str, float]:
     times = {}
     for name in options.peers:
         if name not in builds:
             continue
+        key = f"{name.split('_')[0]}_{_PEAK}"
         try:
-            times[name] = options.time(builds[name]()).us
+            times[name] = _time(builds[name], options, key, peaks).us
         except Exception as error:  # other people's code: absent, refusing the shape, out of memory
             text = str(error).strip().splitlines() or [""]
             notes.setdefault(name, f"not timed everywhere: {type(error).__name__}: {text[0][:160]}")
@@ -114,7 +135,8 @@ def _machine_factor(options: Options, notes: dict[str, str]) -> float | None:
     measured: dict[Shape, float] = {}
     for shape in CALIBRATION:
         name = "cublaslt_tensorwise"
-        times = _time_peers({name: peer_calls(shape, is_1d1d=False)[name]}, options, notes)
+        build = peer_calls(shape, is_1d1d=False)[name]
+        times = _time_peers({name: build}, options, notes, {})
         if name in times:
             measured[shape] = times[name]
     return options.reference.machine_factor(measured)
@@ -135,7 +157,21 @@ def _footer(rows: Sequence[Row], device: Device) -> list[str]:
         lines.append(
             f"us counts our kernel alone; XLA ran up to {most.extra['other_us']:.2f} us of others"
         )
-    return lines + compare(rows)
+    return lines + compare(rows) + _memory_lines(rows)
+
+
+def _memory_lines(rows: Sequence[Row]) -> list[str]:
+    """What each program needs on the device, where that is known."""
+    lines = []
+    for row in rows:
+        peaks = {key: value for key, value in row.extra.items() if key.endswith(_PEAK)}
+        if peaks:
+            text = ", ".join(
+                f"{key.removesuffix(_PEAK).removesuffix('_') or 'ours'} {value / 1e9:.2f}"
+                for key, value in peaks.items()
+            )
+            lines.append(f"peak memory of {row.labels.get('name', row.shape)}, GB: {text}")
+    return lines
 
 
 def compare(rows: Sequence[Row]) -> list[str]:

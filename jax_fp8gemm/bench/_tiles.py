@@ -8,7 +8,7 @@ import jax
 
 from jax_fp8gemm import _tile_config
 from jax_fp8gemm._tile_config import TileConfig
-from jax_fp8gemm.bench._families import Case, tile_text
+from jax_fp8gemm.bench._case import Case, tile_text
 from jax_fp8gemm.bench._timer import Call
 
 _PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)")
@@ -27,7 +27,7 @@ def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
     """Each case once for each config of `texts`; "all" stands for the heuristic's list."""
     for case in cases:
         for text in texts:
-            tiles = _tile_config.CONFIGS if text == "all" else (parse_tile(text),)
+            tiles = case.tiles if text == "all" else (parse_tile(text),)
             yield from (_with_tile(case, tile) for tile in tiles)
 
 

@@ -86,11 +86,15 @@ class Call:
     run: queues the work and returns without waiting.
     queue: the stream it goes to.
     kernel: substring of the names of the kernels that count; "" counts all of them.
+    max_repeat: the most calls to take a median of, for a slow one.
+    peak_bytes: device memory that the call's program needs, where that is known.
     """
 
     run: Callable[[], Any]
     queue: Queue
     kernel: str = ""
+    max_repeat: int | None = None
+    peak_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Timing:
 
 def measure(call: Call, repeat: int = 20, flush: bool = True) -> Timing:
     """The median over `repeat` calls, each after a flush of the L2 unless `flush` is False."""
+    repeat = min(repeat, call.max_repeat or repeat)
     _warm_up(call)
     try:
         num_flush = len(_record([call.queue.flush], call.queue)) if flush else 0

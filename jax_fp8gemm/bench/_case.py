@@ -1,0 +1,56 @@
+"""Case: one row to measure, and what cases of several families share."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_fp8gemm import _tile_config
+from jax_fp8gemm._tile_config import TileConfig
+from jax_fp8gemm.bench._problem import Shape, Work
+from jax_fp8gemm.bench._timer import Call, jax_queue
+
+Build = Callable[[], Call]
+GEMM_KERNEL = "fp8_gemm"  # substring of the names of our GEMM kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row to measure. `build` makes our call; `peers` makes the others', by name.
+
+    tiles: the configs that the heuristic chooses from.
+    """
+
+    labels: Mapping[str, Any]
+    shape: Shape
+    work: Work
+    config: str
+    build: Build
+    peers: Mapping[str, Build]
+    tiles: Sequence[TileConfig] = _tile_config.CONFIGS
+
+
+def gemm_call(
+    multiply: Callable[..., jax.Array], operands: Sequence[Any], total: jax.Array | None = None
+) -> Call:
+    """The jitted product of `operands`; with `total`, accumulated into it in place."""
+    if total is None:
+        plain = jax.jit(multiply)
+        return Call(lambda: plain(*operands), jax_queue(), GEMM_KERNEL)
+    add = jax.jit(lambda c, *operands: multiply(*operands, accumulate_into=c), donate_argnums=0)
+    totals = [total]
+
+    def run() -> jax.Array:
+        totals[0] = add(totals[0], *operands)
+        return totals[0]
+
+    return Call(run, jax_queue(), GEMM_KERNEL)
+
+
+def tile_text(c: TileConfig) -> str:
+    """The tile config in short; docs/benchmarks.md says how to read it."""
+    return (
+        f"{c.block_m}x{c.block_n}/{c.sub_n} w{c.num_consumers} a{c.num_accums} s{c.num_stages} "
+        f"d{c.num_slabs} c{c.cluster_m}x{c.cluster_n}"
+    )

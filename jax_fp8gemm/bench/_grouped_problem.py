@@ -1,0 +1,54 @@
+"""Sizes of groups, drawn once and for all, and the work of grouped products."""
+
+import numpy as np
+
+from jax_fp8gemm.bench._problem import GroupedShape, Work
+
+_SPREAD = 0.3  # of a group's size around the expected one, as DeepGEMM's tests draw it
+# Its totals are close to those of benchmarks/h200_peers.json, above all in masked: DeepGEMM's
+# estimate goes by FLOP, which misleads where totals differ and a product waits for memory.
+_SEED = 14814
+_BLOCK = 128
+
+
+def draw_sizes(groups: int, expected: int, multiple: int = 1) -> np.ndarray:
+    """int32 (groups,): int(expected * U(0.7, 1.3)), rounded up to a multiple; always the same."""
+    factors = np.random.default_rng(_SEED).uniform(1 - _SPREAD, 1 + _SPREAD, groups)
+    sizes = np.maximum(1, (expected * factors).astype(np.int32))
+    return -(-sizes // multiple) * multiple
+
+
+def draw_shares(groups: int, total: int) -> np.ndarray:
+    """int32 (groups,) with that sum, in proportion to U(0.3, 1.7); always the same."""
+    weights = np.random.default_rng(_SEED).uniform(0.3, 1.7, groups)
+    ends = np.rint(np.cumsum(weights) / weights.sum() * total)
+    return np.diff(ends, prepend=0).astype(np.int32)
+
+
+def masked_rows(expected: int) -> int:
+    """max_m of the masked form: 1024, or 4096 and so on where groups may have more rows."""
+    max_m = 1024
+    while max_m < (1 + _SPREAD) * expected:
+        max_m *= 4
+    return max_m
+
+
+def ragged_work(shape: GroupedShape, rows: int) -> Work:
+    """`rows` valid rows in all; every group's matrix is read; bf16 results."""
+    n, k, num_blocks = shape.n or 0, shape.k, _num_blocks(shape.k)
+    values = (rows + shape.groups * n) * k
+    scales = (rows + shape.groups * _num_blocks(n)) * num_blocks
+    return Work(2 * rows * n * k, values + 4 * scales + 2 * rows * n)
+
+
+def wgrad_work(shape: GroupedShape, tokens: int, accumulate: bool) -> Work:
+    """`tokens` contracted in all; f32 results of every group, read before if accumulated."""
+    m, n = shape.m, shape.n or 0
+    values = (m + n) * tokens
+    scales = (m + n) * _num_blocks(tokens)
+    out = 4 * shape.groups * m * n * (2 if accumulate else 1)
+    return Work(2 * m * n * tokens, values + 4 * scales + out)
+
+
+def _num_blocks(extent: int) -> int:
+    return -(-extent // _BLOCK)

@@ -1,0 +1,112 @@
+"""The family `moe`: forward and backward of the experts of a mixture, all quantisation included."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import moe
+from jax_fp8gemm.bench._case import Case
+from jax_fp8gemm.bench._data import normal, normal_groups
+from jax_fp8gemm.bench._grouped_peers import RaggedDot, tokamax_ragged_dot
+from jax_fp8gemm.bench._grouped_problem import draw_shares
+from jax_fp8gemm.bench._problem import GroupedShape, Work
+from jax_fp8gemm.bench._timer import Call, jax_queue
+
+# (x, w_gate_up, w_down, group_sizes) -> out
+Layer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+_LAX_REPEAT = 3  # a step takes up to 0.2 s
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """One expert a group: x (rows, hidden), w_gate_up (groups, hidden, 2 inter), w_down."""
+
+    name: str
+    groups: int
+    hidden: int
+    inter: int
+    rows: int
+
+    @property
+    def flop(self) -> int:
+        return 18 * self.rows * self.hidden * self.inter  # 3 products, forward and two backward
+
+
+LAYERS = (
+    Experts("deepseek_v3_ep32", 8, 7168, 2048, 32768),
+    Experts("qwen3_30b_a3b_ep8", 16, 2048, 768, 32768),
+    Experts("mixtral_8x7b", 8, 4096, 14336, 16384),
+    Experts("deepseek_v3_ep8", 32, 7168, 2048, 16384),
+)
+
+
+def moe_case(experts: Experts) -> Case:
+    """Our call beside the same layer in bf16."""
+    e = experts
+    # Read once: x, dout, three weights. Written once: the result, dx, three weight gradients.
+    num_bytes = 2 * (4 * e.rows * e.hidden + 6 * e.groups * e.hidden * e.inter)
+    call = functools.partial(_call, experts)
+    return Case(
+        labels=dict(name=e.name, groups=e.groups, rows=e.rows, hidden=e.hidden, inter=e.inter),
+        shape=GroupedShape(e.rows, e.inter, e.hidden, e.groups),
+        work=Work(e.flop, num_bytes),
+        config="",
+        build=lambda: call(moe.moe_mlp),
+        peers={
+            "lax_ragged_dot": lambda: call(bf16_layer(jax.lax.ragged_dot), _LAX_REPEAT),
+            "tokamax": lambda: call(bf16_layer(tokamax_ragged_dot())),
+        },
+    )
+
+
+def bf16_layer(product: RaggedDot) -> Layer:
+    """The layer of two products with SwiGLU between, in the dtype of its operands."""
+
+    def layer(x, w_gate_up, w_down, group_sizes):
+        gate_up = product(x, w_gate_up, group_sizes=group_sizes)
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return product(jax.nn.silu(gate) * up, w_down, group_sizes=group_sizes)
+
+    return layer
+
+
+def forward_backward(layer: Layer) -> Callable[..., Any]:
+    """(x, w_gate_up, w_down, group_sizes, dout) -> the result and three gradients."""
+
+    def run(x, w_gate_up, w_down, group_sizes, dout):
+        forward = lambda x, w_gate_up, w_down: layer(x, w_gate_up, w_down, group_sizes)
+        out, pullback = jax.vjp(forward, x, w_gate_up, w_down)
+        return out, pullback(dout)
+
+    return run
+
+
+def _call(experts: Experts, layer: Layer, max_repeat: int | None = None) -> Call:
+    """The compiled forward and backward on random bf16 inputs; every kernel counts."""
+    e = experts
+    x, dout = normal(e.rows, e.hidden, seed=0), normal(e.rows, e.hidden, seed=1)
+    # Weights of variance 1/fan-in, as at initialisation: activations stay near 1.
+    w_gate_up = normal_groups(e.groups, e.hidden, 2 * e.inter, seed=2) * e.hidden**-0.5
+    w_down = normal_groups(e.groups, e.inter, e.hidden, seed=2 + e.groups) * e.inter**-0.5
+    group_sizes = jnp.asarray(draw_shares(e.groups, e.rows))
+    operands = (x, w_gate_up, w_down, group_sizes, dout)
+    step = jax.jit(forward_backward(layer)).lower(*operands).compile()
+    return Call(
+        run=lambda: step(*operands),
+        queue=jax_queue(),
+        max_repeat=max_repeat,
+        peak_bytes=peak_bytes(step),
+    )
+
+
+def peak_bytes(program: jax.stages.Compiled) -> int | None:
+    """Device memory of a compiled program's arguments, results and temporaries, if XLA says."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return None
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return total + memory.temp_size_in_bytes - memory.alias_size_in_bytes
