@@ -82,7 +82,7 @@ ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& b
 ffi::Error PrepareGemm(const GemmConfig& config) {
   FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
   FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
-                       GetKernel(GemmKernelName(config), GemmSmemBytes(config)));
+                       GetKernel(config, GemmKernelName, GemmSmemBytes(config)));
   return ffi::Error::Success();
 }
 
@@ -90,7 +90,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
                       int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
   FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
   const int64_t smem_bytes = GemmSmemBytes(config);
-  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(GemmKernelName(config), smem_bytes));
+  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, GemmKernelName, smem_bytes));
   FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
   // Of one group, if all are of the same size.
   const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;

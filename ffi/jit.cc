@@ -49,6 +49,7 @@ struct Entry {
 };
 
 struct Jit {
+  std::atomic<uint64_t> generation{0};
   std::shared_mutex mutex;
   std::shared_ptr<Setup> setup = std::make_shared<Setup>(JitOptions());
   std::unordered_map<std::string, std::shared_ptr<Entry>> entries;  // by kernel name
@@ -145,7 +146,10 @@ void Configure(JitOptions options) {
   std::unique_lock<std::shared_mutex> lock(jit.mutex);
   jit.setup = std::make_shared<Setup>(std::move(options));
   jit.entries.clear();
+  ++jit.generation;
 }
+
+uint64_t JitGeneration() { return GetJit().generation.load(std::memory_order_acquire); }
 
 ffi::ErrorOr<std::shared_ptr<const Cubin>> GetOrCompile(const KernelSource& source) {
   Jit& jit = GetJit();

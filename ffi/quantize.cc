@@ -188,7 +188,7 @@ ffi::Error Instantiate(QuantizeConfig config) {
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
     FFI_RETURN_IF_ERROR(CheckConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel, GetKernel(KernelName(config), 0));
+    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel, GetKernel(config, KernelName, 0));
     return ffi::Error::Success();
   });
 }
@@ -201,7 +201,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs groups,
     FFI_RETURN_IF_ERROR(CheckOperand(config, x));
     FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindParams(config, x, groups, results));
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(KernelName(config), 0));
+    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, KernelName, 0));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
     dims.grid_y = dims.grid_z = 1;

@@ -1,4 +1,4 @@
-"""The grouped kernels against the ungrouped ones, to the bit: a group is the product of its rows."""
+"""The grouped kernels against the ungrouped ones, to the bit."""
 
 import functools
 
@@ -14,8 +14,8 @@ from jax_fp8gemm import _groups, _tile_config
 
 pytestmark = pytest.mark.gpu
 
-# Sizes around the 64 rows of a wgmma and the 128 of a scale block; none; all in one; sum < m; sum = 0;
-# negative and past the end.
+# Sizes around the 64 rows of a wgmma and the 128 of a scale block; none; all in one; sum < m;
+# sum = 0; negative and past the end.
 SIZES = {
     "edges": [0, 1, 63, 64, 65, 127, 128, 129],
     "aligned": [128, 256, 128, 0, 384, 128, 0, 128],

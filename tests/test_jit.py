@@ -195,6 +195,7 @@ def test_a_config_must_have_exactly_the_members_of_the_kernel():
 
 # What ptxas says of every kernel that can be chosen
 
+
 def _assert_clean(reports):
     faults = [
         f"{r.name}: {r.spill_bytes} bytes spilled; {r.warnings}"

@@ -168,8 +168,8 @@ struct Consumer {
     advance();
   }
 
-  // Moves on to the next k-block, whose scales lie lhs_rows further on in memory. NOTE: pinned here,
-  // well before they are read: computed between a barrier and the next wgmma, it cost 2-17 %.
+  // Moves on to the next k-block, whose scales lie lhs_rows further on in memory. NOTE: pinned
+  // here, well before they are read: computed between a barrier and the next wgmma, it cost 2-17 %.
   __device__ __forceinline__ void advance() {
     ring.advance();
     scale_row = first_row + (scale_row - first_row + uint32_t(params.lhs_rows)) % 4;

@@ -12,10 +12,10 @@
 
 namespace jax_fp8gemm {
 
-// The scales of kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in memory,
-// as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of rows or
-// on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind the
-// start. Up to 3 floats at the end of the array are in no whole piece.
+// The scales of kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in
+// memory, as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of
+// rows or on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind
+// the start. Up to 3 floats at the end of the array are in no whole piece.
 template <int kCount>
 struct RowScales {
   static constexpr int kWindow = kCount + 4;

@@ -10,10 +10,10 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in gemm.cc.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap out_map;        // kNumSlabs > 0
-  const float* lhs_scale;   // [k/128][m]
-  const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
-  const float* accum;       // kAccumulate: what the product is added to; the same memory as out
+  TensorMap out_map;       // kNumSlabs > 0
+  const float* lhs_scale;  // [k/128][m]
+  const float* rhs_scale;  // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
+  const float* accum;      // kAccumulate: what the product is added to; the same memory as out
   void* out;
   int m, n, k;   // of one group; m of all where groups cut the rows
   int lhs_rows;  // in memory
@@ -66,8 +66,9 @@ struct Tile {
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
     // With room for RowScales::kWindow.
-    alignas(128) float lhs_scale[Config::kNumStages]
-                                [ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32];
+    alignas(
+        128) float lhs_scale[Config::kNumStages]
+                            [ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32];
     alignas(128) float rhs_scale[Config::kNumStages]
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];
