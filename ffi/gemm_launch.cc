@@ -44,6 +44,7 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
                             GemmParams& params) {
   constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   const uint64_t m = params.lhs_rows, n = params.n, k = params.k;
+  const uint64_t kb = CeilDiv(params.k, kScaleBlock);
   // The CTAs of a cluster load a part each of the tile that they share.
   FFI_ASSIGN_OR_RETURN(params.lhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
@@ -51,6 +52,20 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   FFI_ASSIGN_OR_RETURN(params.rhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
                                          kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
+  if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
+    // Groups of rows start anywhere, boxes at multiples of 16 bytes.
+    const uint32_t num_row_scales = config.block_m + (config.grouping == 1 ? 4 : 0);
+    FFI_ASSIGN_OR_RETURN(
+        params.lhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.lhs_scale, m, kb, 4 * m,
+                          num_row_scales, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+  }
+  if (config.is_1d1d) {
+    FFI_ASSIGN_OR_RETURN(
+        params.rhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
+                          config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+  }
   if (config.num_slabs > 0) {
     const auto type =
         config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;

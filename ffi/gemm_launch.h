@@ -27,7 +27,7 @@ namespace jax_fp8gemm {
 
 // Mirrors GemmParams in cuda/tile.cuh.
 struct GemmParams {
-  CUtensorMap lhs, rhs, out_map;
+  CUtensorMap lhs, rhs, lhs_scale_map, rhs_scale_map, out_map;
   const void* lhs_scale;
   const void* rhs_scale;
   const void* accum;
@@ -40,10 +40,10 @@ struct GemmParams {
   const int32_t* group_sizes;
   const int32_t* first_row;
 };
-static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 512);
-static_assert(offsetof(GemmParams, out_map) == 256 && offsetof(GemmParams, lhs_scale) == 384);
-static_assert(offsetof(GemmParams, out) == 408 && offsetof(GemmParams, m) == 416);
-static_assert(offsetof(GemmParams, raster) == 432 && offsetof(GemmParams, group_sizes) == 448);
+static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 768);
+static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_scale) == 640);
+static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
+static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, group_sizes) == 704);
 
 // InvalidArgument unless `buffer` has this type and these dimensions and starts at a multiple of 16
 // bytes.

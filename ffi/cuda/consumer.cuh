@@ -25,11 +25,11 @@ struct Consumer {
 
   const GemmParams& params;
   SharedStorage& shared;
-  int num_k_blocks;  // of the tile
   const int consumer, warp, lane;
   const int first_row;                // in the tile, of this thread
   const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
 
+  int num_k_blocks;    // of the tile
   uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
   RingCursor<Config::kNumStages> ring;
   KBlock blocks[Tile::kGroup];
@@ -48,23 +48,30 @@ struct Consumer {
         first_row(__shfl_sync(0xffffffff, consumer * Tile::kRows + warp * 16 + lane / 4, lane)),
         lhs_tile(wgmma_descriptor(shared.lhs) +
                  __shfl_sync(0xffffffff, consumer, 0) * (Tile::kRows * Tile::kScaleBlock / 16)),
-        rhs_tile(wgmma_descriptor(shared.rhs)) {}
+        rhs_tile(wgmma_descriptor(shared.rhs)),
+        num_k_blocks(ceil_div(params.k, 128)) {}
 
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
-    for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
+    const int count =
+        Config::kGrouping == kNoGroups ? scheduler.count() : uniform(scheduler.count());
+    for (int i = scheduler.first(); i < count; i += scheduler.stride()) {
       const Work work = scheduler.locate(i);
       const int row = work.row + consumer * Tile::kRows;
-      num_k_blocks = uniform(work.num_k_blocks);
+      if constexpr (Config::kGrouping == kGroupedContraction) {
+        num_k_blocks = uniform(work.num_k_blocks);
+      }
       scale_row = first_row + row_scale_shift(params.lhs_rows, work.lhs_row, work.first_k_block);
       clear();
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
       if (__any_sync(0xffffffff, row >= work.row_end)) {
-        skip_tile();
+        skip_tile(work.num_k_blocks);
       } else {
-        multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
+        if (Config::kGrouping != kGroupedRows || __any_sync(0xffffffff, work.num_k_blocks > 0)) {
+          multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
+        }
         store(row, work.row_end, work.column);
       }
     }
@@ -80,7 +87,7 @@ struct Consumer {
   }
 
   // Below the last row of lhs there is nothing to compute, only stages to return.
-  __device__ __forceinline__ void skip_tile() {
+  __device__ __forceinline__ void skip_tile(int num_k_blocks) {
 #pragma unroll 1
     for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
       mbarrier_wait(&shared.full[ring.stage], ring.phase);
@@ -114,7 +121,7 @@ struct Consumer {
   // wgmma counts. So the barrier of the next k-block is tested early in the last promotion, and
   // waited for only if it was not yet full.
   __device__ __forceinline__ void multiply_by_one(int boundary) {
-    if (Config::kGrouping == kNoGroups || num_k_blocks > 0) {
+    if (Config::kGrouping != kGroupedContraction || num_k_blocks > 0) {
       mbarrier_wait(&shared.full[ring.stage], ring.phase);
     }
 #pragma unroll 1

@@ -74,7 +74,10 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
     Producer<Config, Scheduler> producer{params, shared};
     if (warp == 0) {
-      producer.load_in_bulk();
+      if (elect_one()) {
+        params.lhs_rows % 4 == 0 ? producer.template load_in_bulk<true>()
+                                 : producer.template load_in_bulk<false>();
+      }
     } else if (warp == 1 && stores_scales) {
       producer.store_scales();
     }

@@ -78,15 +78,18 @@ struct GroupTable {
     return {row[i], row_end[i], i < num_groups ? i : -1};
   }
 
-  // The first span, from `from` on, that ends behind this row block. By all lanes of a warp.
+  // The first span, from `from` on, that ends behind this row block; there is one.
   __device__ __forceinline__ int find(int slot, int from) const {
-    while (true) {
-      const int i = from + int(threadIdx.x % 32);
-      const bool is_behind = i < num_spans && row_blocks_end[i] > slot;
-      const unsigned found = __ballot_sync(0xffffffff, is_behind);
-      if (found != 0) return from + __ffs(found) - 1;
-      from += 32;
+    int last = num_spans - 1;
+    while (from < last) {
+      const int middle = (from + last) / 2;
+      if (row_blocks_end[middle] > slot) {
+        last = middle;
+      } else {
+        from = middle + 1;
+      }
     }
+    return from;
   }
 
   // Fills the table, by one warp. `block`: rows of a tile, or of a k-block; max_blocks: no group

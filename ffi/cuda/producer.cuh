@@ -23,14 +23,46 @@ struct Producer {
     return !Config::kIs1d1d || has_rest(params.lhs_rows, ceil_div(params.k, 128));
   }
 
-  // The producer's first warp, of which one lane starts all bulk copies.
+  // The producer's first warp, one lane: everything that is copied in bulk. kIsAligned: lhs_rows is
+  // a multiple of 4, so that row scales have a tensor map. NOTE: what this lane does in a k-block
+  // costs, although it mostly waits: with a branch here large products took 2-5 % longer.
+  template <bool kIsAligned>
   __device__ __forceinline__ void load_in_bulk() {
     Scheduler scheduler(params, shared);
-    Ring ring;  // the elected lane's, which is always the same one
+    const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    Ring ring;
     for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
       const Work work = scheduler.locate(i);
-      if (elect_one()) load_tile(work, ring);
-      __syncwarp();
+#pragma unroll 1
+      for (int j = 0; j < work.num_k_blocks; ++j) {
+        const int k_block = work.first_k_block + j;
+        Barrier* full = &shared.full[ring.stage];
+        mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+        // The consumers read the stage's scales by ordinary loads: order those before the copies
+        // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+        // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+        // same fence cost 2-5 %.
+        fence_proxy_async_shared();
+        uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
+        if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
+        mbarrier_arrive_expect_tx(
+            full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
+        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
+                                                         k_block, work.lhs_row, rank);
+        load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
+                                                         k_block, work.rhs_row, rank);
+        if constexpr (kIsAligned) {
+          tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
+                      k_block);
+        } else {
+          row_scales(work, j).copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
+        }
+        if constexpr (Config::kIs1d1d) {
+          tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
+                      k_block);
+        }
+        ring.advance();
+      }
     }
   }
 
@@ -59,7 +91,8 @@ struct Producer {
           }
         }
         mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-        if (is_rest_left && work.first_k_block + k_block == num_k_blocks - 1) {
+        // Up to 3 scales are left, of as many k-blocks if there is one row.
+        if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
           row_scales(work, k_block)
               .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, params.lhs_rows,
                           num_k_blocks, lane);
@@ -79,39 +112,6 @@ struct Producer {
   }
 
  private:
-  __device__ __forceinline__ void load_tile(const Work& work, Ring& ring) {
-    const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
-#pragma unroll 1
-    for (int i = 0; i < work.num_k_blocks; ++i) {
-      const int k_block = work.first_k_block + i;
-      const auto lhs_scale = row_scales(work, i);
-      Barrier* full = &shared.full[ring.stage];
-      mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-      // The consumers read the stage's scales by ordinary loads: order those before the copies
-      // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
-      // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
-      // same fence cost 2-5 %.
-      fence_proxy_async_shared();
-      // A tile of a cluster may begin past the columns.
-      const int num_columns =
-          Config::kIs1d1d ? max(0, min(Config::kBlockN, params.n - work.column)) : 0;
-      mbarrier_arrive_expect_tx(
-          full, Tile::kLhsBytes + Tile::kRhsBytes + lhs_scale.bytes() + num_columns * 4);
-      load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
-                                                       k_block, work.lhs_row, rank);
-      load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
-                                                       k_block, work.rhs_row, rank);
-      lhs_scale.copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
-      if constexpr (Config::kIs1d1d) {
-        if (num_columns > 0) {
-          bulk_load(full, shared.rhs_scale[ring.stage],
-                    params.rhs_scale + size_t(k_block) * params.n + work.column, num_columns * 4);
-        }
-      }
-      ring.advance();
-    }
-  }
-
   // k_block: of the tile.
   __device__ __forceinline__ RowScales<Config::kBlockM> row_scales(const Work& work,
                                                                    int k_block) const {

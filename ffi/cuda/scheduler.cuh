@@ -83,10 +83,9 @@ struct RaggedScheduler {
   __device__ __forceinline__ static int first() { return blockIdx.x; }
   __device__ __forceinline__ static int stride() { return gridDim.x; }
   __device__ __forceinline__ int count() const {
-    return uniform(table.num_row_blocks) * ceil_div(params.n, Config::kBlockN);
+    return table.num_row_blocks * ceil_div(params.n, Config::kBlockN);
   }
 
-  // By all lanes of a warp.
   __device__ __forceinline__ Work locate(int tile) {
     const int num_n = ceil_div(params.n, Config::kBlockN);
     span = table.find(tile / num_n, span);

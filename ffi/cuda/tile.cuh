@@ -10,10 +10,12 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in gemm.cc.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap out_map;       // kNumSlabs > 0
-  const float* lhs_scale;  // [k/128][m]
-  const float* rhs_scale;  // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
-  const float* accum;      // kAccumulate: what the product is added to; the same memory as out
+  TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
+  TensorMap rhs_scale_map;  // 1d1d
+  TensorMap out_map;        // kNumSlabs > 0
+  const float* lhs_scale;   // [k/128][m]
+  const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
+  const float* accum;       // kAccumulate: what the product is added to; the same memory as out
   void* out;
   int m, n, k;   // of one group; m of all where groups cut the rows
   int lhs_rows;  // in memory
@@ -54,6 +56,10 @@ struct Tile {
   static constexpr int kBatches = kGroup * kSubs;
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
+  // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
+  static constexpr int kLhsScaleBytes =
+      (Config::kBlockM + (Config::kGrouping == kGroupedRows ? 4 : 0)) * 4;
+  static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabBytes = 64 * 128;
   // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
   static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
