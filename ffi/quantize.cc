@@ -30,7 +30,7 @@ constexpr int64_t kRowWarps = 4;  // mode "row": each warp takes 16 rows of one 
 constexpr int64_t kWarpRows = 16;
 constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
 
-// Mirrors QuantizeParams in cuda/quantize.cuh.
+// Mirrors QuantizeParams in cuda/quantize_source.cuh.
 struct QuantizeParams {
   const void* x;
   void* values;
@@ -233,7 +233,7 @@ KernelSource QuantizeSource(const QuantizeConfig& config) {
                        ";\n  static constexpr bool kE5M2 = ", config.e5m2 != 0,
                        ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
                        ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
-                       ";\n};\n#include \"quantize.cuh\"\n")};
+                       ";\n  static constexpr int kSource = 0;\n};\n#include \"quantize.cuh\"\n")};
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate,
