@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
-from jax_fp8gemm import _environment, _ffi, _tile_config
+from jax_fp8gemm import _environment, _ffi, _quantize_config, _tile_config
 from jax_fp8gemm._backend_info import backend_info
 from jax_fp8gemm._ffi import CompileReport
 
@@ -86,10 +86,10 @@ def _gemm_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
 
 
 def _quantize_kernels(all_formats: bool) -> Iterator[Callable[[], CompileReport]]:
-    variants = list(itertools.product((0, 1), repeat=2)) if all_formats else [(0, 0)]
-    for mode, (e5m2, pow2_scale), input in itertools.product(range(6), variants, range(3)):
-        config = dict(mode=mode, input=input, e5m2=e5m2, pow2_scale=pow2_scale)
-        yield partial(_ffi.compile_quantize, config)
+    formats = list(itertools.product((False, True), repeat=2)) if all_formats else [(False, False)]
+    for e5m2, pow2_scale in formats:
+        for config in _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale):
+            yield partial(_ffi.compile_quantize, config)
 
 
 if __name__ == "__main__":

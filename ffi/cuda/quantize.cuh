@@ -42,6 +42,7 @@
 #include "groups.cuh"
 #include "quantize_scale.cuh"
 #include "quantize_source.cuh"
+#include "swiglu.cuh"
 
 namespace jax_fp8gemm {
 

@@ -78,6 +78,15 @@ struct Fragment {
     }
   }
 
+  // Moves row i + count to row i; the last rows stay.
+  __device__ __forceinline__ void shift_rows(int count) {
+#pragma unroll
+    for (int i = 0; i + count < kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < kRowWords; ++w) words[i][w / 4][w % 4] = words[i + count][w / 4][w % 4];
+    }
+  }
+
   // The largest magnitude of row i of the fragment, as f32 bits.
   __device__ __forceinline__ uint32_t row_amax(int i) const {
     uint32_t amax = magnitudes(words[i][0][0]);
@@ -100,6 +109,12 @@ struct Fragment {
     const int v = j / kVectorElems;
     const int w = j % kVectorElems * kElemBytes / 4;
     return __uint_as_float(f32_bits(words[i][v][w], j));
+  }
+
+  // Makes element (i, j) x.
+  __device__ __forceinline__ void set(int i, int j, float x) {
+    static_assert(kInput == kF32, "only an f32 element is a word of its own");
+    words[i][j / kVectorElems][j % kVectorElems] = __float_as_uint(x);
   }
 
   static __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {

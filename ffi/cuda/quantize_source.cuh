@@ -12,10 +12,11 @@
 
 namespace jax_fp8gemm {
 
-enum SourceKind { kPlain = 0 };
+enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2 };
 
 struct QuantizeParams {
-  const uint8_t* x;
+  const uint8_t* x;   // gate_up of SwiGLU
+  const uint8_t* dh;  // the gradient of SwiGLU
   uint8_t* values;
   float* scale;
   uint8_t* transposed;
