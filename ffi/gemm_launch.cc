@@ -45,6 +45,9 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   const uint64_t m = params.lhs_rows, n = params.n, k = params.k;
   const uint64_t kb = CeilDiv(params.k, kScaleBlock);
+  if (m * kb > INT32_MAX) {  // the kernel counts them in 32 bits
+    return InvalidArgument("gemm: lhs must have less than 2^31 scales; got ", m, " rows of ", kb);
+  }
   // The CTAs of a cluster load a part each of the tile that they share.
   FFI_ASSIGN_OR_RETURN(params.lhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,

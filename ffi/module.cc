@@ -17,6 +17,7 @@
 #include "grouped_gemm.h"
 #include "jit.h"
 #include "quantize.h"
+#include "quantize_config.h"
 
 namespace nb = nanobind;
 
@@ -50,8 +51,11 @@ nb::dict Registrations() {
       bundle(GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
-  targets["jax_fp8gemm_quantize"] =
-      bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
+  for (const char* target : {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize",
+                             "jax_fp8gemm_swiglu_grad_quantize"}) {
+    targets[target] =
+        bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
+  }
   return targets;
 }
 
@@ -138,9 +142,9 @@ nb::dict CompileQuantize(const nb::dict& config) {
   static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
       {"mode", &QuantizeConfig::mode},     {"input", &QuantizeConfig::input},
       {"e5m2", &QuantizeConfig::e5m2},     {"pow2_scale", &QuantizeConfig::pow2_scale},
-      {"ragged", &QuantizeConfig::ragged},
+      {"ragged", &QuantizeConfig::ragged}, {"source", &QuantizeConfig::source},
   };
-  return Compile(QuantizeSource(ParseConfig<QuantizeConfig>(config, kFields)));
+  return Compile(QuantizeKernelSource(ParseConfig<QuantizeConfig>(config, kFields)));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "driver.h"
 #include "errors.h"
 #include "jit.h"
+#include "quantize_config.h"
 #include "xla/ffi/api/ffi.h"
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8gemm::QuantizeConfig,
@@ -13,14 +14,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8gemm::QuantizeConfig,
                                       ::xla::ffi::StructMember<int32_t>("input"),
                                       ::xla::ffi::StructMember<int32_t>("e5m2"),
                                       ::xla::ffi::StructMember<int32_t>("pow2_scale"),
-                                      ::xla::ffi::StructMember<int32_t>("ragged"));
+                                      ::xla::ffi::StructMember<int32_t>("ragged"),
+                                      ::xla::ffi::StructMember<int32_t>("source"));
 
 namespace jax_fp8gemm {
 namespace {
-
-constexpr const char* kModes[] = {"row",   "column",           "row_column",
-                                  "block", "block_transposed", "block_both"};
-enum Mode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
 
 constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kMaxDim = int64_t{1} << 30;  // the kernel adds to row and column indices in int32
@@ -30,14 +28,15 @@ constexpr int64_t kRowWarps = 4;  // mode "row": each warp takes 16 rows of one 
 constexpr int64_t kWarpRows = 16;
 constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
 
-// Mirrors QuantizeParams in cuda/quantize.cuh.
+// Mirrors QuantizeParams in cuda/quantize_source.cuh.
 struct QuantizeParams {
-  const void* x;
+  const void* x;   // gate_up of SwiGLU
+  const void* dh;  // the gradient of SwiGLU
   void* values;
   void* scale;
   void* transposed;
   void* transposed_scale;
-  int32_t m, k;
+  int32_t m, k;                     // of what is quantised
   int32_t num_columns, num_groups;  // ragged
   const int32_t* group_sizes;
   const int32_t* first_row;
@@ -46,24 +45,6 @@ struct QuantizeParams {
 constexpr int64_t kMaxGroups = 1024;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-ffi::Error CheckConfig(const QuantizeConfig& config) {
-  if (config.mode < 0 || config.mode > kBlockBoth || config.input < 0 || config.input > 2) {
-    return InvalidArgument("quantize: mode must be 0..5 and input 0..2; got mode ", config.mode,
-                           ", input ", config.input);
-  }
-  if (config.ragged != 0 && config.mode != kColumn && config.mode != kRowColumn) {
-    return InvalidArgument("quantize: ragged must go with mode column or row_column; got mode ",
-                           kModes[config.mode]);
-  }
-  return ffi::Error::Success();
-}
-
-std::string KernelName(const QuantizeConfig& config) {
-  return StrCat("quantize_", config.ragged ? "ragged_" : "", kModes[config.mode], "_",
-                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
-                config.pow2_scale ? "_pow2" : "");
-}
 
 // One result: where its address goes in the parameters, and what it must be.
 struct Output {
@@ -100,36 +81,66 @@ bool IsAligned(const ffi::AnyBuffer& buffer) {
   return reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
 }
 
-ffi::Error CheckOperand(const QuantizeConfig& config, const ffi::AnyBuffer& x) {
+// InvalidArgument unless `x`, of that name, is a matrix of the config's input that a kernel can
+// index.
+ffi::Error CheckMatrix(const QuantizeConfig& config, const char* name, const ffi::AnyBuffer& x) {
   const ffi::DataType type = kQuantizeInputs[config.input];
   const auto dims = x.dimensions();
   if (x.element_type() != type || dims.size() != 2 || !IsAligned(x)) {
-    return InvalidArgument("quantize: x must be ", ShortType(type),
-                           "[m,k] at a multiple of 16 bytes; got x ", ShapeText(x), " at ",
+    return InvalidArgument(QuantizeOp(config), ": ", name, " must be ", ShortType(type),
+                           "[m,k] at a multiple of 16 bytes; got ", name, " ", ShapeText(x), " at ",
                            x.untyped_data());
   }
   if (dims[0] > kMaxDim || dims[1] > kMaxDim ||
       CeilDiv(dims[0], kWarpRows) * CeilDiv(dims[1], kScaleBlock) > INT32_MAX) {
-    return InvalidArgument(
-        "quantize: m and k must be at most 2^30, and x less than 2^31 blocks of ", kWarpRows, "x",
-        kScaleBlock, "; got x ", ShapeText(x));
+    return InvalidArgument(QuantizeOp(config), ": m and k must be at most 2^30, and ", name,
+                           " less than 2^31 blocks of ", kWarpRows, "x", kScaleBlock, "; got ",
+                           name, " ", ShapeText(x));
   }
   return ffi::Error::Success();
 }
 
-ffi::Error BindGroups(const ffi::RemainingArgs& groups, int64_t m, QuantizeParams& params) {
-  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer group_sizes, groups.get<ffi::AnyBuffer>(0));
-  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer first_row, groups.get<ffi::AnyBuffer>(1));
+// What is quantised, after a check of what it is read from. `more`: the operands behind x.
+ffi::Error BindOperands(const QuantizeConfig& config, const ffi::AnyBuffer& x,
+                        const ffi::RemainingArgs& more, QuantizeParams& params) {
+  const char* name = config.source == kPlain ? "x" : "gate_up";
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, name, x));
+  const int64_t m = x.dimensions()[0], width = x.dimensions()[1];
+  params.x = x.untyped_data();
+  params.m = static_cast<int32_t>(m);
+  params.k = static_cast<int32_t>(config.source == kSwiglu ? width / 2 : width);
+  if (config.source == kPlain) return ffi::Error::Success();
+  if (width % 2 != 0) {
+    return InvalidArgument(QuantizeOp(config), ": gate_up must be (m, 2 f); got gate_up ",
+                           ShapeText(x));
+  }
+  if (config.source == kSwiglu) return ffi::Error::Success();
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer dh, more.get<ffi::AnyBuffer>(0));
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, "dh", dh));
+  if (dh.dimensions()[0] != m || dh.dimensions()[1] != width / 2) {
+    return InvalidArgument(QuantizeOp(config), ": dh must be (m, f) with gate_up (m, 2 f); got dh ",
+                           ShapeText(dh), ", gate_up ", ShapeText(x));
+  }
+  params.dh = dh.untyped_data();
+  return ffi::Error::Success();
+}
+
+// group_sizes and first_row are the operands from `index` on.
+ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t index,
+                      QuantizeParams& params) {
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer group_sizes, more.get<ffi::AnyBuffer>(index));
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer first_row, more.get<ffi::AnyBuffer>(index + 1));
   const auto is_vector = [](const ffi::AnyBuffer& buffer) {
     return buffer.element_type() == ffi::DataType::S32 && buffer.dimensions().size() == 1;
   };
   const bool are_vectors = is_vector(group_sizes) && is_vector(first_row);
   const int64_t g = are_vectors ? group_sizes.dimensions()[0] : 0;
-  const int64_t num_columns = (m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock;
+  const int64_t num_columns = (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock;
   if (g < 1 || g > kMaxGroups || first_row.dimensions()[0] != 1 || num_columns > kMaxDim) {
-    return InvalidArgument("quantize: group_sizes must be i32[g] with 1..1024 groups, first_row ",
+    return InvalidArgument(op, ": group_sizes must be i32[g] with 1..1024 groups, first_row ",
                            "i32[1], and the columns of all groups at most 2^30; got group_sizes ",
-                           ShapeText(group_sizes), ", first_row ", ShapeText(first_row), ", m ", m);
+                           ShapeText(group_sizes), ", first_row ", ShapeText(first_row), ", m ",
+                           params.m);
   }
   params.num_columns = static_cast<int32_t>(num_columns);
   params.num_groups = static_cast<int32_t>(g);
@@ -138,38 +149,38 @@ ffi::Error BindGroups(const ffi::RemainingArgs& groups, int64_t m, QuantizeParam
   return ffi::Error::Success();
 }
 
-// The kernel's parameters, after a check of every result.
+// The kernel's parameters, after a check of every operand and result.
 ffi::ErrorOr<QuantizeParams> BindParams(const QuantizeConfig& config, const ffi::AnyBuffer& x,
-                                        const ffi::RemainingArgs& groups,
+                                        const ffi::RemainingArgs& more,
                                         const ffi::RemainingRets& results) {
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
-  const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+  const char* op = QuantizeOp(config);
+  const size_t num_before = config.source == kSwigluGrad ? 1 : 0;  // dh
+  if (more.size() != num_before + (config.ragged ? 2 : 0)) {
+    return InvalidArgument(op, ": must have ", num_before + (config.ragged ? 2 : 0),
+                           " operands behind the first; got ", more.size());
+  }
   QuantizeParams params = {};
-  params.num_columns = static_cast<int32_t>(m);
-  if (groups.size() != (config.ragged ? 2 : 0)) {
-    return InvalidArgument("quantize: group_sizes and first_row must be given if and only if ",
-                           "ragged is set; got ", groups.size(), " more operands");
-  }
+  FFI_RETURN_IF_ERROR(BindOperands(config, x, more, params));
+  params.num_columns = params.m;
   if (config.ragged) {
-    FFI_RETURN_IF_ERROR(BindGroups(groups, m, params));
+    FFI_RETURN_IF_ERROR(BindGroups(op, more, num_before, params));
   }
-  const std::vector<Output> outputs = Outputs(config.mode, m, k, params.num_columns);
+  const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+  const std::vector<Output> outputs = Outputs(config.mode, params.m, params.k, params.num_columns);
+  const char* mode = QuantizeModeName(config.mode);
   if (results.size() != outputs.size()) {
-    return InvalidArgument("quantize: mode ", kModes[config.mode], " must have ", outputs.size(),
-                           " results; got ", results.size());
+    return InvalidArgument(op, ": mode ", mode, " must have ", outputs.size(), " results; got ",
+                           results.size());
   }
-  params.x = x.untyped_data();
-  params.m = static_cast<int32_t>(m);
-  params.k = static_cast<int32_t>(k);
   for (size_t i = 0; i < outputs.size(); ++i) {
     FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
     const ffi::DataType type = outputs[i].is_scale ? ffi::DataType::F32 : fp8;
     const auto dims = result->dimensions();
     if (result->element_type() != type || dims.size() != 2 || dims[0] != outputs[i].rows ||
         dims[1] != outputs[i].columns || !IsAligned(*result)) {
-      return InvalidArgument("quantize: result ", i, " of mode ", kModes[config.mode], " must be ",
-                             ShortType(type), "[", outputs[i].rows, ",", outputs[i].columns,
-                             "] at a multiple of 16 bytes (x ", ShapeText(x), "); got ",
+      return InvalidArgument(op, ": result ", i, " of mode ", mode, " must be ", ShortType(type),
+                             "[", outputs[i].rows, ",", outputs[i].columns,
+                             "] at a multiple of 16 bytes (first operand ", ShapeText(x), "); got ",
                              ShapeText(*result), " at ", result->untyped_data());
     }
     params.*outputs[i].address = result->untyped_data();
@@ -179,29 +190,29 @@ ffi::ErrorOr<QuantizeParams> BindParams(const QuantizeConfig& config, const ffi:
 
 ffi::Error Instantiate(QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(QuantizeSource(config)));
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(QuantizeKernelSource(config)));
     return ffi::Error::Success();
   });
 }
 
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel, GetKernel(config, KernelName, 0));
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
+                         GetKernel(config, QuantizeKernelName, 0));
     return ffi::Error::Success();
   });
 }
 
-ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs groups,
+ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
                    ffi::RemainingRets results, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckConfig(config));
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
     if (x.element_count() == 0) return ffi::Error::Success();
-    FFI_RETURN_IF_ERROR(CheckOperand(config, x));
-    FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindParams(config, x, groups, results));
+    FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindParams(config, x, more, results));
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, KernelName, 0));
+    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, 0));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
     dims.grid_y = dims.grid_z = 1;
@@ -224,18 +235,6 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs groups,
 
 }  // namespace
 
-KernelSource QuantizeSource(const QuantizeConfig& config) {
-  const std::string name = KernelName(config);
-  return {name, StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n",
-                       "struct Config {\n"
-                       "  static constexpr int kMode = ",
-                       config.mode, ";\n  static constexpr int kInput = ", config.input,
-                       ";\n  static constexpr bool kE5M2 = ", config.e5m2 != 0,
-                       ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
-                       ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
-                       ";\n};\n#include \"quantize.cuh\"\n")};
-}
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate,
                               ffi::Ffi::BindInstantiate().Attr<QuantizeConfig>("config"));
 
@@ -246,8 +245,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecuteHandler, Execute,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .RemainingArgs()        // group_sizes, first_row, if ragged
+                                  .Arg<ffi::AnyBuffer>()  // x, or gate_up
+                                  .RemainingArgs()        // dh; if ragged, group_sizes, first_row
                                   .RemainingRets()
                                   .Attr<QuantizeConfig>("config"),
                               {ffi::Traits::kCmdBufferCompatible});

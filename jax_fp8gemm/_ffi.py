@@ -28,6 +28,8 @@ GEMM_TARGET = "jax_fp8gemm_gemm"
 GROUPED_GEMM_TARGET = "jax_fp8gemm_grouped_gemm"
 GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
 QUANTIZE_TARGET = "jax_fp8gemm_quantize"
+SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
+SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
 
 # H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
 _DEFAULT_NUM_SMS = 132
@@ -224,7 +226,7 @@ def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
 
 
 def compile_quantize(config: Mapping[str, SupportsIndex]) -> CompileReport:
-    """As `compile_gemm`, for the quantise kernel of a config (mode, input, e5m2, pow2_scale)."""
+    """As `compile_gemm`, for the quantise kernel of a config (`_quantize_config.attributes`)."""
     ext = _require_ext()
     return _compile(lambda: ext.compile_quantize(dict(config)))
 

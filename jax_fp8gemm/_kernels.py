@@ -1,4 +1,7 @@
-"""Every kernel that a call can choose, as attributes: what `precompile` and the tests compile."""
+"""Every GEMM kernel that a call can choose, as attributes: what `precompile` and tests compile.
+
+_quantize_config.py has the quantisers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jax_fp8gemm import _quantize, _tile_config
+from jax_fp8gemm import _tile_config
 
 _OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
 _ROWS, _CONTRACTION = _tile_config.GROUPED_ROWS, _tile_config.GROUPED_CONTRACTION
@@ -23,7 +26,7 @@ def gemm_kernels(num_sms: int, *, all_formats: bool = False) -> Iterator[dict[st
     """The `config` attributes of all GEMM kernels. all_formats: those with e5m2 operands too."""
     for grouping, configs, families, outs in _GEMM_FAMILIES:
         for config, is_1d1d, out, (lhs_e5m2, rhs_e5m2) in itertools.product(
-            configs, families, outs, _formats(all_formats)
+            configs, families, outs, formats(all_formats)
         ):
             out_f32, accumulate = _OUTS[out]
             yield config.attributes(
@@ -37,15 +40,6 @@ def gemm_kernels(num_sms: int, *, all_formats: bool = False) -> Iterator[dict[st
             )
 
 
-def quantize_kernels(*, all_formats: bool = False) -> Iterator[dict[str, int]]:
-    """The `config` attributes of all quantisers. all_formats: e5m2 and power-of-two scales too."""
-    modes = [(mode, 0) for mode in range(len(_quantize.MODES))]
-    modes += [(_quantize.MODES.index(mode), 1) for mode in ("column", "row_column")]
-    for (mode, ragged), (e5m2, pow2_scale), input in itertools.product(
-        modes, _formats(all_formats), range(len(_quantize.INPUTS))
-    ):
-        yield dict(mode=mode, input=input, e5m2=e5m2, pow2_scale=pow2_scale, ragged=ragged)
-
-
-def _formats(all_formats: bool) -> list[tuple[bool, bool]]:
+def formats(all_formats: bool) -> list[tuple[bool, bool]]:
+    """Pairs of choices: e5m2 or not of both operands; of a quantiser, e5m2 and powers of two."""
     return list(itertools.product((False, True), repeat=2)) if all_formats else [(False, False)]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_fp8gemm import _checks, _ffi
+from jax_fp8gemm import _checks, _ffi, _quantize_config
 from jax_fp8gemm._primitive import define_primitive, map_batch, replicate
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 Implementation = Literal["cuda", "xla"] | None
 
-# In the order of the kernel's `mode` attribute.
-MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
-INPUTS = ("bfloat16", "float16", "float32")  # likewise, `input`
 _BLOCK = _checks.SCALE_BLOCK
 
 
@@ -176,13 +172,7 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = (0, 1), (1, 0)
     layouts = {"row": [0, 1], "column": [0, 1], "row_column": [0, 1, 0, 1]}.get(mode, [])
-    config = dict(
-        mode=np.int32(MODES.index(mode)),
-        input=np.int32(INPUTS.index(x.dtype.name)),
-        e5m2=np.int32(e5m2),
-        pow2_scale=np.int32(pow2_scale),
-        ragged=np.int32(0),
-    )
+    config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
         _ffi.QUANTIZE_TARGET,
         results,

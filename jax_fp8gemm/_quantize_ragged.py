@@ -6,15 +6,15 @@ scales are those of quantize(axis=-2) for each group alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_fp8gemm import _checks, _ffi, _groups
+from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
 from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._quantize import INPUTS, MODES, Implementation, keep_used_axes
+from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -122,23 +122,43 @@ def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: b
     results = _shape_rule(x, group_sizes, first_row, **params)
     if x.size == 0:
         return _reference(x, group_sizes, first_row, **params)
+    groups = (group_sizes, first_row)
+    return call_kernel(_ffi.QUANTIZE_TARGET, "plain", [x], groups, results, **params)
+
+
+def call_kernel(
+    target: str,
+    source: str,
+    arrays: Sequence[jax.Array],
+    groups: tuple[jax.Array, jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    mode: str,
+    e5m2: bool,
+    pow2_scale: bool,
+) -> list[jax.Array]:
+    """Quantises what `source` makes of arrays (m, ...) along its rows, its ragged columns or both.
+
+    `groups`: group_sizes and first_row, which mode "row" does not read.
+    """
     # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
-    groups = [] if mode == "row" else [group_sizes, first_row]
-    config = dict(
-        mode=np.int32(MODES.index(mode)),
-        input=np.int32(INPUTS.index(x.dtype.name)),
-        e5m2=np.int32(e5m2),
-        pow2_scale=np.int32(pow2_scale),
-        ragged=np.int32(mode != "row"),
+    is_ragged = mode != "row"
+    config = _quantize_config.attributes(
+        mode,
+        arrays[0].dtype,
+        e5m2=e5m2,
+        pow2_scale=pow2_scale,
+        is_ragged=is_ragged,
+        source=source,
     )
     call = jax.ffi.ffi_call(
-        _ffi.QUANTIZE_TARGET,
+        target,
         results,
-        input_layouts=[row_major, vector, vector][: 1 + len(groups)],
+        input_layouts=[row_major] * len(arrays) + [vector] * (2 * is_ragged),
         output_layouts=[row_major, column_major] * (len(results) // 2),
     )
-    return list(call(x, *groups, config=config))
+    return list(call(*arrays, *(groups if is_ragged else ()), config=config))
 
 
 def _batch_rule(operands, dims, **params):

@@ -10,7 +10,8 @@ For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m
 
 h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
 (_quantize_ragged.py), and never stored. Of their values the last bits are the implementation's, by
-its exp and its fusion of products and sums; what quantisation makes of them is exact.
+its exp and its fusion of products and sums; what quantisation makes of them is exact. The kernel's
+own are the same in every mode.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm import _checks, _ffi, _groups
 from jax_fp8gemm._primitive import define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
+from jax_fp8gemm._quantize_ragged import call_kernel
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -133,6 +135,14 @@ def _reference(activation: Callable[..., jax.Array], *operands, mode: str, **par
     return [*rows, *columns]
 
 
+def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *operands, **params):
+    *arrays, group_sizes, first_row = operands
+    results = _shape_rule(target, *operands, **params)
+    if arrays[0].size == 0:
+        return _reference(activation, *operands, **params)
+    return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
+
+
 def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
     """One batch element after another: each has groups of its own."""
 
@@ -144,19 +154,19 @@ def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
 
 
 swiglu_quantize_p = define_primitive(
-    "jax_fp8gemm_swiglu_quantize",
+    _ffi.SWIGLU_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, swiglu),
-    ffi_call=None,
+    ffi_call=partial(_ffi_call, _ffi.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
     batch_rule=_batch_rule(lambda: swiglu_quantize_p),
     dce_rule=keep_used_axes,
 )
 
 swiglu_grad_quantize_p = define_primitive(
-    "jax_fp8gemm_swiglu_grad_quantize",
+    _ffi.SWIGLU_GRAD_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
     reference=partial(_reference, _swiglu_grad),
-    ffi_call=None,
+    ffi_call=partial(_ffi_call, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
     batch_rule=_batch_rule(lambda: swiglu_grad_quantize_p),
     dce_rule=keep_used_axes,
 )

@@ -42,12 +42,19 @@ def _pretend(monkeypatch, *devices, cuda_version=(13, 0), nvrtc=("libnvrtc.so.13
 
 
 _H200 = _device("NVIDIA H200", (9, 0))
+_QUANTIZE_ROW = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 
 
 def test_the_targets_have_the_three_stages():
     registrations = _ext.registrations()
-    targets = {_ffi.GEMM_TARGET, _ffi.GROUPED_GEMM_TARGET, _ffi.GROUPED_WGRAD_TARGET}
-    assert set(registrations) == targets | {_ffi.QUANTIZE_TARGET}
+    assert set(registrations) == {
+        _ffi.GEMM_TARGET,
+        _ffi.GROUPED_GEMM_TARGET,
+        _ffi.GROUPED_WGRAD_TARGET,
+        _ffi.QUANTIZE_TARGET,
+        _ffi.SWIGLU_QUANTIZE_TARGET,
+        _ffi.SWIGLU_GRAD_QUANTIZE_TARGET,
+    }
     for stages in registrations.values():
         assert set(stages) == {"instantiate", "prepare", "execute"}
         assert all(type(handler).__name__ == "PyCapsule" for handler in stages.values())
@@ -194,7 +201,7 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(_ext, "device_info", lambda: info)
     assert "none of 2 candidates works" in _ffi.unavailable_reason()
     with pytest.raises(RuntimeError, match="none of 2 candidates works"):
-        _ext.compile_quantize(dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0))
+        _ext.compile_quantize(_QUANTIZE_ROW)
 
 
 def _fake_nvrtc(path, major, minor, functions):
@@ -243,7 +250,7 @@ def quantize_on_cpu():
     )
 
     def call(**config):
-        config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0) | config
+        config = _QUANTIZE_ROW | config
         attributes = {name: np.int32(value) for name, value in config.items()}
         quantize = jax.jit(lambda x: jax.ffi.ffi_call(target, outs)(x, config=attributes))
         with jax.default_device(jax.devices("cpu")[0]):
@@ -263,7 +270,15 @@ def test_instantiate_compiles_and_execute_fails_without_a_gpu(quantize_on_cpu, t
 def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"quantize: mode must be .*; got mode 9"):
         quantize_on_cpu(mode=9)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="expected 5 attributes but got 6"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="ragged must go with mode column or row_c"
+    ):
+        quantize_on_cpu(ragged=1)
+    message = "swiglu_grad_quantize: mode must be row, or column .* with ragged; got mode "
+    for mode, ragged, name in ((3, 0, "block"), (1, 0, "column")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message + name):
+            quantize_on_cpu(source=2, mode=mode, ragged=ragged)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected 6 attributes but got 7"):
         quantize_on_cpu(more=1)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_fp8gemm import _environment, _ffi, _kernels, _tile_config
+from jax_fp8gemm import _environment, _ffi, _kernels, _quantize_config, _tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -29,7 +29,7 @@ def _has_nvrtc() -> bool:
 pytestmark = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 # A small kernel: these tests are about the cache.
-_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0)
+_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 
 
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
@@ -189,7 +189,7 @@ def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_pat
 def test_a_config_must_have_exactly_the_members_of_the_kernel():
     with pytest.raises(KeyError, match="pow2_scale"):
         _ext.compile_quantize({k: v for k, v in _KERNEL.items() if k != "pow2_scale"})
-    with pytest.raises(KeyError, match="4 members; got 5"):
+    with pytest.raises(KeyError, match="6 members; got 7"):
         _ext.compile_quantize(_KERNEL | {"more": 1})
 
 
@@ -227,9 +227,17 @@ def test_formats_do_not_change_what_ptxas_says(compile_all):
     _assert_clean(compile_all(_ffi.compile_gemm, large))
 
 
-def test_no_quantize_kernel_spills(compile_all):
-    reports = compile_all(_ffi.compile_quantize, list(_kernels.quantize_kernels()))
-    assert len({report.name for report in reports}) == len(reports) > 0
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("pow2_scale", [False, True])
+def test_no_quantize_kernel_spills(compile_all, e5m2, pow2_scale):
+    kernels = list(_quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale))
+    reports = compile_all(_ffi.compile_quantize, kernels)
+    assert len({report.name for report in reports}) == len(reports)
+    for op in ("quantize", "swiglu_quantize", "swiglu_grad_quantize"):
+        assert any(report.name.startswith(f"{op}_row_column_") for report in reports) == (
+            op == "quantize"
+        )
+        assert any(report.name.startswith(f"{op}_ragged_row_column_bf16_") for report in reports)
     _assert_clean(reports)
 
 

@@ -69,7 +69,8 @@ def test_quantize_is_one_custom_call(function, mode):
     function = functools.partial(function, dtype=jnp.float8_e5m2, pow2_scale=True)
     ((target, config, _),) = custom_calls(cuda_text(function, struct(M, K)))
     assert target == _ffi.QUANTIZE_TARGET
-    expected = dict(mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0)  # input 0: bf16
+    # input 0: bf16; source 0: x itself.
+    expected = dict(mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0, source=0)
     assert config == expected
 
 

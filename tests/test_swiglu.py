@@ -1,6 +1,7 @@
 """SwiGLU and its gradient, quantised: bits where sigma is exact, nearest FP8 values elsewhere."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -204,9 +205,33 @@ def test_bad_operands_raise(gate_up, dh, error, message):
         quantized(gate_up, *dh)
 
 
-def test_the_primitives_have_no_derivative_and_no_kernel_yet():
+@pytest.mark.parametrize("is_grad", [False, True])
+@pytest.mark.parametrize("with_columns", [False, True])
+def test_it_is_one_custom_call_on_cuda(with_columns, is_grad):
+    operands = [normal(M, 2 * F, dtype=jnp.bfloat16), *[normal(M, F, dtype=jnp.bfloat16)] * is_grad]
+    function = lambda *x: quantized(*x, dtype=E5M2, with_columns=with_columns)
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    ((target, line),) = re.findall(r"custom_call @(jax_fp8gemm_\w+)\((.*)", text)
+    assert target == f"jax_fp8gemm_swiglu_{'grad_' * is_grad}quantize"
+    config = {name: int(value) for name, value in re.findall(r"(\w+) = (\d) : i32", line)}
+    mode, source = 2 if with_columns else 0, 2 if is_grad else 1
+    assert config == dict(
+        mode=mode, input=0, e5m2=1, pow2_scale=0, ragged=int(with_columns), source=source
+    )
+    # Values with rows major, scales with rows minor; group_sizes and first_row for columns only.
+    layouts = [f"dense<[{x}]> : tensor<2xindex>" for x in ("1, 0", "0, 1") * (1 + with_columns)]
+    assert f"result_layouts = [{', '.join(layouts)}]" in line
+    assert line.count("tensor<2xindex>") == 1 + is_grad + len(layouts)
+    assert line.count("tensor<1xindex>") == 2 * with_columns
+
+
+def test_the_primitives_have_no_derivative():
     gate_up = jnp.ones((4, 6))
     with raises(NotImplementedError, match="swiglu_quantize: not differentiable"):
         jax.grad(lambda x: quantized(x)[0].scale.sum())(gate_up)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU does")
+def test_the_kernels_are_refused_on_cpu():
     with raises(RuntimeError, match="swiglu_quantize: implementation='cuda' cannot be used"):
-        quantized(gate_up, implementation="cuda")
+        quantized(jnp.ones((4, 6)), implementation="cuda")

@@ -1,4 +1,4 @@
-// Element conversions of the quantisers: packed 16-bit maxima, f32 products and FP8 rounding.
+// Element conversions of the quantisers: packed 16-bit maxima, f32 arithmetic and FP8 rounding.
 //
 // Every wrapper is one instruction. None touches memory, so none is volatile or clobbers "memory":
 // the compiler may move or drop them. Roundings are spelled out, which makes the bits independent
@@ -32,7 +32,19 @@ __device__ __forceinline__ uint32_t select(bool condition, uint32_t if_true, uin
   return result;
 }
 
-// f32 arithmetic (PTX ISA, mul, div, rcp): IEEE, to nearest even.
+// f32 arithmetic (PTX ISA, add, mul, fma, div, rcp): IEEE, to nearest even.
+
+__device__ __forceinline__ float add_rn(float a, float b) {
+  float result;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+}
 
 __device__ __forceinline__ float mul_rn(float a, float b) {
   float result;
@@ -49,6 +61,20 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 __device__ __forceinline__ float rcp_rn(float a) {
   float result;
   asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
+// Approximations (PTX ISA, ex2, rcp): relative errors of 2^-22 and 2^-23; subnormal results are 0.
+
+__device__ __forceinline__ float ex2_approx(float a) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+
+__device__ __forceinline__ float rcp_approx(float a) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
   return result;
 }
 

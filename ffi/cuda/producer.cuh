@@ -71,7 +71,7 @@ struct Producer {
   // k-block ahead, the kernel was 15-20 % slower: such loads queue behind the operands of several
   // stages on their way from the L2.
   __device__ __forceinline__ void store_scales() {
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_index() % 32;
     const int num_k_blocks = ceil_div(params.k, 128);
     const bool is_rest_left = has_rest(params.lhs_rows, num_k_blocks);
     Scheduler scheduler(params, shared);
@@ -94,8 +94,7 @@ struct Producer {
         // Up to 3 scales are left, of as many k-blocks if there is one row.
         if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
           row_scales(work, k_block)
-              .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, params.lhs_rows,
-                          num_k_blocks, lane);
+              .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, lane);
           __syncwarp();
         }
         if (lane == k_block % 32) {

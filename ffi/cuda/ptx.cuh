@@ -31,6 +31,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// threadIdx.x, read anew: no register has to keep it until a role begins.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // elect.sync: true in one lane of a converged warp, always the same one. NOTE: `lane == 0` instead
 // makes ptxas wrap every TMA instruction in a loop over the active lanes.
 __device__ __forceinline__ bool elect_one() {

@@ -1,4 +1,5 @@
-// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32.
+// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32, or in
+// f32 as a source computes it from what it reads (quantize_source.cuh).
 //
 //   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
 //   value = fp8(x * (1 / scale)), to nearest even, saturated
@@ -33,14 +34,15 @@
 // Ragged ("column" and "row_column"): the columns of `transposed` are tokens, of which every group
 // starts at a multiple of 128 (groups.cuh); it has num_columns of them, and those of no group are
 // zero. A CTA takes the rows of one block of columns. In "row_column" the rows of no group have
-// CTAs of their own, behind the groups' last block.
+// CTAs of their own, behind the groups' last block; these store a block of zeros besides.
 //
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
 #include "groups.cuh"
-#include "quantize_fragment.cuh"
 #include "quantize_scale.cuh"
+#include "quantize_source.cuh"
+#include "swiglu.cuh"
 
 namespace jax_fp8gemm {
 
@@ -51,19 +53,6 @@ enum Mode {
   kBlock = 3,
   kBlockTransposed = 4,
   kBlockBoth = 5
-};
-
-struct QuantizeParams {
-  const uint8_t* x;
-  uint8_t* values;
-  float* scale;
-  uint8_t* transposed;
-  float* transposed_scale;
-  int m, k;
-  // Ragged.
-  int num_columns, num_groups;
-  const int* group_sizes;
-  const int* first_row;
 };
 
 template <typename Config>
@@ -80,11 +69,12 @@ struct Quantizer {
   // Tiles that follow each other down the rows of x before the next k-block: CTAs that run together
   // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
   static constexpr int kRaster = 4;
+
+  using Source = QuantizeSource<Config::kSource, Config::kInput>;
+  using Elements = typename Source::Elements;
   // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
   static constexpr int kMinCtas =
-      (Config::kInput == kF32 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
-
-  using Elements = Fragment<Config::kInput>;
+      (Elements::kElemBytes == 4 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
 
   struct SharedStorage {
     alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
@@ -114,10 +104,10 @@ struct Quantizer {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     const int unit = blockIdx.x * kNumWarps + warp;
     first_row = unit / num_k_blocks * kWarpRows;
-    first_column = unit % num_k_blocks * kScaleBlock;
+    first_column = Source::k_block(unit % num_k_blocks, num_k_blocks) * kScaleBlock;
     row_end = params.m;
     if (first_row >= params.m) return;
-    elements.template load<kIsAligned>(params.x, row(), column(), params.m, params.k);
+    fill<kIsAligned>();
     quantize_rows<kIsAligned>();
   }
 
@@ -129,23 +119,17 @@ struct Quantizer {
     const int group_start = blockIdx.x / group_tiles * kRaster;
     const int group_rows = min(kRaster, num_m_blocks - group_start);
     const int m_block = group_start + blockIdx.x % group_tiles % group_rows;
-    const int k_block = blockIdx.x % group_tiles / group_rows;
+    const int k_block = Source::k_block(blockIdx.x % group_tiles / group_rows, num_k_blocks);
     first_column = k_block * kScaleBlock;
+    bool is_of_group = true;
     if constexpr (Config::kIsRagged) {
-      const bool is_of_group = find_rows(m_block);
-      if (!is_of_group) {
-        if constexpr (kStoresRows) {
-          elements.template load<kIsAligned>(params.x, row(), column(), row_end, params.k);
-          quantize_rows<kIsAligned>();
-        }
-        if (m_block * kScaleBlock >= params.num_columns) return;
-        row_end = 0;  // a block of zeros follows
-      }
+      is_of_group = find_rows(m_block);
+      if (!kStoresRows && !is_of_group) row_end = 0;
     } else {
       first_row = m_block * kScaleBlock + warp * kWarpRows;
       row_end = params.m;
     }
-    elements.template load<kIsAligned>(params.x, row(), column(), row_end, params.k);
+    fill<kIsAligned>();
 
     if constexpr (kIsBlock) {
       const BlockScale block = reduce_block();
@@ -155,9 +139,13 @@ struct Quantizer {
       if constexpr (kStoresRows) store_rows<kIsAligned>(factors);
       if constexpr (kStoresColumns) stage_columns(factors);
     } else {
-      share_column_amax();
-      // Rows of no group were quantised above.
-      if (kStoresRows && (!Config::kIsRagged || row_end > 0)) quantize_rows<kIsAligned>();
+      if (is_of_group) share_column_amax();
+      if constexpr (kStoresRows) quantize_rows<kIsAligned>();
+      if (!is_of_group) {
+        if (m_block * kScaleBlock >= params.num_columns) return;
+        elements.clear();  // of a block of zeros
+        share_column_amax();
+      }
       __syncthreads();  // every warp's maxima are in shared.column_amax
       if (threadIdx.x < kScaleBlock) scale_column(m_block);
       __syncthreads();  // every factor is in shared.column_factor
@@ -201,6 +189,11 @@ struct Quantizer {
                 warp * kWarpRows;
     row_end = is_before ? int(start) : params.m;
     return false;
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void fill() {
+    Source::template fill<kIsAligned>(elements, params, row(), column(), row_end);
   }
 
   // Scales, rounds and stores the warp's rows.
@@ -344,8 +337,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
   Quantizer quantizer{params, shared, lane, warp};
 
-  const bool is_aligned =
-      params.k % 8 == 0 && (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
+  const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
+                          (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
   if constexpr (Config::kMode == jax_fp8gemm::kRow) {
     is_aligned ? quantizer.template run_warp<true>() : quantizer.template run_warp<false>();
   } else {

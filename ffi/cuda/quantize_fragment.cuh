@@ -15,11 +15,12 @@ enum Input { kBF16 = 0, kF16 = 1, kF32 = 2 };
 constexpr int kFragmentRows = 8;
 constexpr int kFragmentColumns = 8;
 
-// A read-only load that does not displace L1: every byte of the input is read once.
+// A read-only load that does not displace L1: every byte of the input is read once. NOTE: volatile,
+// or the compiler moves loads down to their first uses, and fewer are in flight.
 __device__ __forceinline__ void load_16_bytes(uint32_t (&words)[4], const void* source) {
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-      : "l"(source));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(source));
 }
 
 // Stores the first `count` (any integer) of 8 bytes. kIsAligned: the address and `count` are
@@ -36,34 +37,53 @@ __device__ __forceinline__ void store_8_bytes(uint8_t* target, uint2 bytes, int 
   }
 }
 
-template <int kInput>
+template <int kInput, int kRows = kFragmentRows>
 struct Fragment {
   static constexpr int kElemBytes = kInput == kF32 ? 4 : 2;
   static constexpr int kVectorElems = 16 / kElemBytes;
   static constexpr int kVectors = kFragmentColumns / kVectorElems;  // 16-byte loads of a row
   static constexpr int kRowWords = kVectors * 4;
 
-  uint32_t words[kFragmentRows][kVectors][4];
+  uint32_t words[kRows][kVectors][4];
 
-  // Reads rows `row`.. and columns `column`.. of x (m, k); zeros outside. kIsAligned: k % 8 == 0.
+  // Reads rows `row`.. and columns `column`.. of x, whose rows are `stride` long; zeros from
+  // row_end and column_end on. kIsAligned: `column`, column_end and `stride` are multiples of 8.
   template <bool kIsAligned>
-  __device__ __forceinline__ void load(const uint8_t* x, int row, int column, int m, int k) {
-    const uint8_t* source = x + (static_cast<int64_t>(row) * k + column) * kElemBytes;
-    const int num_rows = m - row;  // inside x; may be negative
-    const int64_t row_bytes = static_cast<int64_t>(k) * kElemBytes;
+  __device__ __forceinline__ void load(const uint8_t* x, int row, int column, int row_end,
+                                       int column_end, int stride) {
+    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * kElemBytes;
+    const int num_rows = row_end - row;  // may be negative
+    const int64_t row_bytes = static_cast<int64_t>(stride) * kElemBytes;
 #pragma unroll
-    for (int i = 0; i < kFragmentRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int first = column + v * kVectorElems;
         words[i][v][0] = words[i][v][1] = words[i][v][2] = words[i][v][3] = 0;
         if constexpr (kIsAligned) {
-          if (i < num_rows && first < k) load_16_bytes(words[i][v], source + v * 16);
+          if (i < num_rows && first < column_end) load_16_bytes(words[i][v], source + v * 16);
         } else {
-          if (i < num_rows) load_elements(words[i][v], source + v * 16, k - first);
+          if (i < num_rows) load_elements(words[i][v], source + v * 16, column_end - first);
         }
       }
       source += row_bytes;
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < kRowWords; ++w) words[i][w / 4][w % 4] = 0;
+    }
+  }
+
+  // Moves row i + count to row i; the last rows stay.
+  __device__ __forceinline__ void shift_rows(int count) {
+#pragma unroll
+    for (int i = 0; i + count < kRows; ++i) {
+#pragma unroll
+      for (int w = 0; w < kRowWords; ++w) words[i][w / 4][w % 4] = words[i + count][w / 4][w % 4];
     }
   }
 
@@ -80,7 +100,7 @@ struct Fragment {
   __device__ __forceinline__ uint32_t column_amax(int v, int w) const {
     uint32_t amax = magnitudes(words[0][v][w]);
 #pragma unroll
-    for (int i = 1; i < kFragmentRows; ++i) amax = max_words(amax, magnitudes(words[i][v][w]));
+    for (int i = 1; i < kRows; ++i) amax = max_words(amax, magnitudes(words[i][v][w]));
     return amax;
   }
 
@@ -89,6 +109,12 @@ struct Fragment {
     const int v = j / kVectorElems;
     const int w = j % kVectorElems * kElemBytes / 4;
     return __uint_as_float(f32_bits(words[i][v][w], j));
+  }
+
+  // Makes element (i, j) x.
+  __device__ __forceinline__ void set(int i, int j, float x) {
+    static_assert(kInput == kF32, "only an f32 element is a word of its own");
+    words[i][j / kVectorElems][j % kVectorElems] = __float_as_uint(x);
   }
 
   static __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {

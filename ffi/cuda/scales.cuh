@@ -19,25 +19,25 @@ namespace jax_fp8gemm {
 template <int kCount>
 struct RowScales {
   static constexpr int kWindow = kCount + 4;
-  int64_t first, end;  // in memory, of the copied floats; the same where there are none
+  uint32_t first, end;  // in memory, of the copied floats; the same where there are none
+  uint32_t total;       // less than 2^31
 
-  __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block) {
-    const int64_t total = int64_t(num_k_blocks) * num_rows;
-    first = (int64_t(k_block) * num_rows + row) & ~int64_t(3);
-    end = max(first, min(first + kWindow, total & ~int64_t(3)));  // a tile may begin past the rows
+  __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block)
+      : total(uint32_t(num_k_blocks) * num_rows) {
+    first = (uint32_t(k_block) * num_rows + row) / 4 * 4;
+    end = max(first, min(first + kWindow, total / 4 * 4));  // a tile may begin past the rows
   }
 
-  __device__ __forceinline__ uint32_t bytes() const { return uint32_t(end - first) * 4; }
+  __device__ __forceinline__ uint32_t bytes() const { return (end - first) * 4; }
 
   __device__ __forceinline__ void copy(Barrier* barrier, float* smem, const float* scales) const {
     if (end > first) bulk_load(barrier, smem, scales + first, bytes());
   }
 
   // Stores what the copy leaves out, by the lanes of a warp.
-  __device__ __forceinline__ void store_rest(float* smem, const float* scales, int num_rows,
-                                             int num_k_blocks, int lane) const {
-    const int64_t i = end + lane;
-    if (i < first + kWindow && i < int64_t(num_k_blocks) * num_rows) smem[i - first] = scales[i];
+  __device__ __forceinline__ void store_rest(float* smem, const float* scales, int lane) const {
+    const uint32_t i = end + lane;
+    if (i < min(first + kWindow, total)) smem[i - first] = scales[i];
   }
 };
 
@@ -101,8 +101,14 @@ __device__ __forceinline__ void promote_1d2d_split(float* promoted, const float 
 template <int kRegs>
 __device__ __forceinline__ void promote_1d1d(float* promoted, float (&accum)[kRegs],
                                              const float (&lhs)[2], const float (&rhs)[kRegs / 2]) {
+  // Row by row: ptxas then reads the row's scale once for several products.
 #pragma unroll
-  for (int i = 0; i < kRegs; ++i) accum[i] = __fmul_rn(lhs[i / 2 % 2], accum[i]);
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int i = 0; i < kRegs; ++i) {
+      if (i / 2 % 2 == row) accum[i] = __fmul_rn(lhs[row], accum[i]);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kRegs; ++i) {
     promoted[i] = __fmaf_rn(rhs[i / 4 * 2 + i % 2], accum[i], promoted[i]);

@@ -59,6 +59,9 @@ struct Tile {
   // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
   static constexpr int kLhsScaleBytes =
       (Config::kBlockM + (Config::kGrouping == kGroupedRows ? 4 : 0)) * 4;
+  // Row scales of a stage in shared memory: with room for RowScales::kWindow.
+  static constexpr int kRowScales =
+      ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabBytes = 64 * 128;
   // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
@@ -71,10 +74,7 @@ struct Tile {
     uint8_t rhs[Config::kNumStages][kRhsBytes];
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
-    // With room for RowScales::kWindow.
-    alignas(
-        128) float lhs_scale[Config::kNumStages]
-                            [ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32];
+    alignas(128) float lhs_scale[Config::kNumStages][kRowScales];
     alignas(128) float rhs_scale[Config::kNumStages]
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];

@@ -1,0 +1,61 @@
+#include "quantize_config.h"
+
+#include <string>
+
+#include "errors.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize"};
+constexpr const char* kModes[] = {"row",   "column",           "row_column",
+                                  "block", "block_transposed", "block_both"};
+
+}  // namespace
+
+const char* QuantizeOp(const QuantizeConfig& config) {
+  return config.source >= kPlain && config.source <= kSwigluGrad ? kOps[config.source] : "quantize";
+}
+
+const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
+
+ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
+  const char* op = QuantizeOp(config);
+  if (config.mode < 0 || config.mode > kBlockBoth || config.input < 0 || config.input > 2 ||
+      config.source < 0 || config.source > kSwigluGrad) {
+    return InvalidArgument(op, ": mode must be 0..5, input 0..2 and source 0..2; got mode ",
+                           config.mode, ", input ", config.input, ", source ", config.source);
+  }
+  const bool has_columns = config.mode == kColumn || config.mode == kRowColumn;
+  if (config.ragged != 0 && !has_columns) {
+    return InvalidArgument(op, ": ragged must go with mode column or row_column; got mode ",
+                           kModes[config.mode]);
+  }
+  if (config.source != kPlain &&
+      (config.mode > kRowColumn || has_columns != (config.ragged != 0))) {
+    return InvalidArgument(op, ": mode must be row, or column or row_column with ragged; got mode ",
+                           kModes[config.mode], ", ragged ", config.ragged);
+  }
+  return ffi::Error::Success();
+}
+
+std::string QuantizeKernelName(const QuantizeConfig& config) {
+  return StrCat(QuantizeOp(config), "_", config.ragged ? "ragged_" : "", kModes[config.mode], "_",
+                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
+                config.pow2_scale ? "_pow2" : "");
+}
+
+KernelSource QuantizeKernelSource(const QuantizeConfig& config) {
+  const std::string name = QuantizeKernelName(config);
+  return {name, StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n",
+                       "struct Config {\n"
+                       "  static constexpr int kMode = ",
+                       config.mode, ";\n  static constexpr int kInput = ", config.input,
+                       ";\n  static constexpr bool kE5M2 = ", config.e5m2 != 0,
+                       ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
+                       ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
+                       ";\n  static constexpr int kSource = ", config.source,
+                       ";\n};\n#include \"quantize.cuh\"\n")};
+}
+
+}  // namespace jax_fp8gemm

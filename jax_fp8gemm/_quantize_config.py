@@ -1,0 +1,59 @@
+"""The configs of the quantise kernels: the attribute of a call, and every one that a call can have.
+
+The order of names is that of the numbers in ffi/quantize_config.h.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
+INPUTS = ("bfloat16", "float16", "float32")
+SOURCES = ("plain", "swiglu", "swiglu_grad")
+
+_RAGGED_MODES = ("column", "row_column")
+
+
+def attributes(
+    mode: str,
+    dtype: Any,
+    *,
+    e5m2: bool,
+    pow2_scale: bool,
+    is_ragged: bool = False,
+    source: str = "plain",
+) -> dict[str, np.int32]:
+    """The attribute `config` of a call with operands of `dtype`."""
+    return dict(
+        mode=np.int32(MODES.index(mode)),
+        input=np.int32(INPUTS.index(jnp.dtype(dtype).name)),
+        e5m2=np.int32(e5m2),
+        pow2_scale=np.int32(pow2_scale),
+        ragged=np.int32(is_ragged),
+        source=np.int32(SOURCES.index(source)),
+    )
+
+
+def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int32]]:
+    """One config for each kernel of a format."""
+    plain = [("plain", mode, False, INPUTS) for mode in MODES]
+    ragged = [("plain", mode, True, INPUTS) for mode in _RAGGED_MODES]
+    swiglu = [
+        (source, mode, mode != "row", ("bfloat16", "float32"))
+        for source, mode in itertools.product(SOURCES[1:], ("row", *_RAGGED_MODES))
+    ]
+    for source, mode, is_ragged, inputs in (*plain, *ragged, *swiglu):
+        for dtype in inputs:
+            yield attributes(
+                mode,
+                dtype,
+                e5m2=e5m2,
+                pow2_scale=pow2_scale,
+                is_ragged=is_ragged,
+                source=source,
+            )

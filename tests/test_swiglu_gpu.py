@@ -1,0 +1,308 @@
+"""The fused SwiGLU quantisers on a GPU: nearest FP8 values to float64, and the same bits always."""
+
+import functools
+
+import gpu_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import swiglu_cases
+from gpu_cases import E4M3, E5M2, assert_same
+from test_grouped_gpu import SIZES
+
+from jax_fp8gemm import ScaledArray, _swiglu
+from jax_fp8gemm.moe import moe_mlp
+
+pytestmark = pytest.mark.gpu
+
+M = 1003  # neither a multiple of 8 nor of 16
+FIRST_ROW = 5  # rows of no group before the first, and mostly after the last
+EDGES = SIZES["edges"]
+
+# f: whole scale blocks; as in gpt-oss, where [dgate, dup] ends in half a block; f in a block that
+# holds gates and ups; f a multiple of 8 but not of 16; f of which no row is aligned.
+WIDTHS = (384, 2880, 200, 136, 77)
+widths = pytest.mark.parametrize("f", WIDTHS)
+sizes_cases = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+dtypes = pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
+directions = pytest.mark.parametrize("is_grad", (False, True), ids=("h", "grad"))
+formats = pytest.mark.parametrize("fmt", (E4M3, E5M2), ids=str)
+pow2_scales = pytest.mark.parametrize("pow2", (False, True), ids=("exact", "pow2"))
+
+# XLA takes 1 - sigma from a rounded sigma, which at a gate of 15 costs another 2e-6.
+XLA_ERROR = 4e-6
+
+
+@functools.cache
+def _normal(shape, dtype, seed):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+
+
+def _operands(is_grad, f, dtype, m=M):
+    """gate_up with gates of up to about 12, and dh for the gradient."""
+    gate_up = _normal((m, 2 * f), dtype, 0) * np.dtype(dtype).type(3)
+    return [gate_up, _normal((m, f), dtype, 1)] if is_grad else [gate_up]
+
+
+def _groups(sizes):
+    return jnp.asarray(sizes, jnp.int32), jnp.full((1,), FIRST_ROW, jnp.int32)
+
+
+def _quantize(operands, sizes, fmt=E4M3, pow2=False, with_columns=True, implementation=None):
+    """(rows, columns) of swiglu_quantize, or of swiglu_grad_quantize where there is a dh."""
+    function = _swiglu.swiglu_grad_quantize if len(operands) > 1 else _swiglu.swiglu_quantize
+    return function(
+        *map(jnp.asarray, operands),
+        *_groups(sizes),
+        with_columns=with_columns,
+        dtype=fmt,
+        pow2_scale=pow2,
+        implementation=implementation or gpu_cases.IMPLEMENTATION,
+    )
+
+
+# Against float64
+
+
+def _check(operands, sizes, fmt=E4M3, pow2=False):
+    rows, columns = _quantize(operands, sizes, fmt, pow2)
+    x, magnitude = swiglu_cases.truth(operands)
+    swiglu_cases.assert_nearest(rows, x, magnitude, fmt, pow2, "rows")
+    x_columns, is_token = swiglu_cases.in_columns(x, sizes, FIRST_ROW)
+    swiglu_cases.assert_nearest(
+        columns,
+        x_columns,
+        swiglu_cases.in_columns(magnitude, sizes, FIRST_ROW)[0],
+        fmt,
+        pow2,
+        "columns",
+    )
+    tails = np.asarray(columns.values).view(np.uint8)[:, ~is_token]
+    assert not tails.any(), "columns of no token"
+
+
+@directions
+@dtypes
+@widths
+def test_values_are_the_nearest_to_float64(is_grad, dtype, f):
+    _check(_operands(is_grad, f, dtype), EDGES)
+
+
+@directions
+@sizes_cases
+@pytest.mark.parametrize("f,dtype", [(200, jnp.bfloat16), (77, jnp.float32)])
+def test_groups_of_any_sizes(is_grad, sizes, f, dtype):
+    _check(_operands(is_grad, f, dtype), sizes)
+
+
+@directions
+@dtypes
+@formats
+@pow2_scales
+def test_every_format(is_grad, dtype, fmt, pow2):
+    _check(_operands(is_grad, 136, dtype), EDGES, fmt, pow2)
+
+
+@directions
+@pytest.mark.parametrize("m,f", [(1, 1), (1, 8), (129, 3), (16, 64), (128, 128), (2500, 72)])
+def test_small_and_whole_shapes(is_grad, m, f):
+    _check(_operands(is_grad, f, jnp.bfloat16, m), EDGES)
+
+
+@directions
+@dtypes
+@widths
+def test_against_the_reference_lowering(is_grad, dtype, f):
+    """Scales within the errors of both, values at most a step apart (two across a power of two),
+    and hardly ever."""
+    operands = _operands(is_grad, f, dtype)
+    found = _quantize(operands, EDGES)
+    run = jax.jit(lambda *xs: _quantize(xs, EDGES, implementation="xla"))
+    expected = run(*map(jnp.asarray, operands))
+    both = [
+        (x, swiglu_cases.in_columns(x, EDGES, FIRST_ROW)[0]) for x in swiglu_cases.truth(operands)
+    ]
+    for q, e, x, magnitude in zip(found, expected, *both, strict=True):
+        scale, expected_scale = np.asarray(q.scale), np.asarray(e.scale, np.float64)
+        largest = swiglu_cases.block_max(magnitude)
+        bound = XLA_ERROR * np.maximum(largest, float(reference.SMALLEST_AMAX)) / 448
+        assert np.all(np.abs(scale - expected_scale) <= bound)
+        values, expected_values = np.asarray(q.values), np.asarray(e.values)
+        assert np.mean(values.view(np.uint8) != expected_values.view(np.uint8)) < 1e-3
+        distance = np.abs(values.astype(np.float64) - expected_values.astype(np.float64))
+        spread = swiglu_cases.per_element(scale, x.shape[1])
+        step = 2 * swiglu_cases.half_step(x / spread, E4M3)
+        assert np.all(distance <= 2 * step + XLA_ERROR * magnitude / spread)
+
+
+# Bits
+
+
+def _saturated(is_grad, f, dtype):
+    """Operands with gates of at least 100, where sigma is 0 or 1, and f32 results to the bit."""
+    gate, up = np.split(_normal((M, 2 * f), np.float32, 2), 2, axis=1)
+    gate = np.copysign(100 + 10 * np.abs(gate), gate)
+    gate_up = np.concatenate([gate, up], axis=1).astype(dtype)
+    operands = [gate_up, _normal((M, f), dtype, 1)] if is_grad else [gate_up]
+    gate, up = np.split(gate_up.astype(np.float32), 2, axis=1)
+    sigma = (gate > 0).astype(np.float32)
+    silu = gate * sigma
+    if not is_grad:
+        return operands, silu * up
+    dh = operands[1].astype(np.float32)
+    return operands, np.concatenate([dh * up * (sigma + silu * (1 - sigma)), dh * silu], axis=1)
+
+
+@directions
+@dtypes
+@pytest.mark.parametrize("f", (200, 77))
+@formats
+@pow2_scales
+def test_bits_where_sigma_is_exact(is_grad, dtype, f, fmt, pow2):
+    operands, x = _saturated(is_grad, f, dtype)
+    rows, columns = _quantize(operands, EDGES, fmt, pow2)
+    values, scale = reference.quantize(x, fmt=fmt, pow2=pow2)
+    reference.assert_same_bits(rows.scale, scale, "scale of rows")
+    reference.assert_same_bits(rows.values, values, "rows")
+    values, scale = reference.quantize_ragged(x, EDGES, fmt, pow2, FIRST_ROW)
+    reference.assert_same_bits(columns.scale, scale, "scale of columns")
+    reference.assert_same_bits(columns.values, values, "columns")
+
+
+@directions
+@dtypes
+@widths
+def test_modes_give_the_same_bits(is_grad, dtype, f):
+    operands = _operands(is_grad, f, dtype)
+    rows, columns = _quantize(operands, EDGES)
+    alone, none = _quantize(operands, EDGES, with_columns=False)
+    assert none is None
+    assert_same(alone.values, rows.values)
+    assert_same(alone.scale, rows.scale)
+    primitive = _swiglu.swiglu_grad_quantize_p if is_grad else _swiglu.swiglu_quantize_p
+    values, scale = primitive(
+        *map(jnp.asarray, operands),
+        *_groups(EDGES),
+        mode="column",
+        e5m2=False,
+        pow2_scale=False,
+        implementation=gpu_cases.IMPLEMENTATION,
+    )
+    assert_same(values, columns.values)
+    assert_same(scale, columns.scale)
+
+
+@directions
+@sizes_cases
+@pytest.mark.parametrize("f", (384, 77))
+def test_rows_of_no_group_reach_no_column(is_grad, sizes, f):
+    operands = _operands(is_grad, f, jnp.bfloat16)
+    rows, columns = _quantize(operands, sizes)
+    end = reference.row_ranges(sizes, M, FIRST_ROW)[-1][1]
+    is_of_no_group = (np.arange(M) < FIRST_ROW) | (np.arange(M) >= end)
+    poisoned = [x.copy() for x in operands]
+    for x in poisoned:
+        x[is_of_no_group] = np.nan
+    nan_rows, same_columns = _quantize(poisoned, sizes)
+    assert_same(same_columns.values, columns.values)
+    assert_same(same_columns.scale, columns.scale)
+    assert np.all(np.asarray(nan_rows.values).view(np.uint8)[is_of_no_group] == 0x7F)
+    assert np.isnan(np.asarray(nan_rows.scale)[is_of_no_group]).all()
+    assert_same(nan_rows.values[~is_of_no_group], rows.values[~is_of_no_group])
+    assert_same(nan_rows.scale[~is_of_no_group], rows.scale[~is_of_no_group])
+
+
+@directions
+@dtypes
+@pytest.mark.parametrize("f", (128, 77))
+def test_special_values(is_grad, dtype, f):
+    """NaN exactly where f32 arithmetic has it; large gates of either sign stay finite."""
+    large = float(np.finfo(np.float32).max) / 16
+    gates = [np.nan, np.inf, -np.inf, large, -large, 0.0, 0.0, 1.0, -88.0, -1e4]
+    ups = [1.0, 1.0, 1.0, 0.5, 0.5, np.inf, np.nan, -np.inf, 1.0, 1.0]
+    gate_up = np.ones((len(gates), 2 * f), np.float32)
+    gate_up[:, 3], gate_up[:, f + 3] = gates, ups
+    operands = [gate_up.astype(dtype)]
+    if is_grad:
+        operands.append(np.ones((len(gates), f), dtype))
+        operands[0] = np.concatenate([operands[0], np.ones((2, 2 * f), dtype)])
+        operands[1] = np.concatenate([operands[1], np.ones((2, f), dtype)])
+        operands[1][-2:, 5] = np.nan, -np.inf
+    with np.errstate(invalid="ignore"):
+        x, magnitude = swiglu_cases.truth(operands)
+    is_bad = np.add.reduceat(~np.isfinite(x), np.arange(0, x.shape[1], 128), axis=1) > 0
+    expected = np.repeat(is_bad, 128, axis=1)[:, : x.shape[1]]
+    rows, columns = _quantize(operands, [len(x)])
+    np.testing.assert_array_equal(np.isnan(np.asarray(rows.scale)), is_bad)
+    np.testing.assert_array_equal(np.isnan(np.asarray(rows.values, np.float32)), expected)
+    is_finite = ~is_bad.any(axis=1)
+    assert is_finite.sum() >= 4
+    finite_rows = ScaledArray(rows.values[is_finite], rows.scale[is_finite])
+    swiglu_cases.assert_nearest(
+        finite_rows, x[is_finite], magnitude[is_finite], E4M3, False, "finite rows"
+    )
+    # FIRST_ROW rows are of no group: of the others, a bad one spoils its columns.
+    spoilt = ~np.isfinite(x[FIRST_ROW:]).all(axis=0)
+    np.testing.assert_array_equal(np.isnan(np.asarray(columns.scale))[:, 0], spoilt)
+
+
+@directions
+def test_results_overwrite_what_was_in_their_buffers(is_grad):
+    """FP8 results into donated buffers of 0xFF bytes."""
+    operands = list(map(jnp.asarray, _operands(is_grad, 200, jnp.bfloat16)))
+    values = lambda *xs: [q.values for q in _quantize(xs, EDGES)]
+    types = jax.eval_shape(values, *operands)
+    ones = lambda t: jax.lax.bitcast_convert_type(jnp.full(t.shape, 0xFF, jnp.uint8), t.dtype)
+    poison = [ones(t) for t in types]
+    addresses = {p.unsafe_buffer_pointer() for p in poison}
+    run = jax.jit(lambda poison, *xs: values(*xs), donate_argnums=0, keep_unused=True)
+    results = run(poison, *operands)
+    assert {r.unsafe_buffer_pointer() for r in results} == addresses
+    for actual, expected in zip(results, values(*operands), strict=True):
+        assert_same(actual, expected)
+
+
+@directions
+def test_bits_repeat(is_grad):
+    """Over runs that reuse addresses, so that a recorded CUDA graph is replayed."""
+    operands = list(map(jnp.asarray, _operands(is_grad, 2880, jnp.bfloat16, 2048)))
+    run = jax.jit(lambda sizes, *xs: _quantize(xs, sizes))
+    layouts = [jnp.asarray(SIZES[name], jnp.int32) for name in ("edges", "aligned", "negative")]
+    first = [run(sizes, *operands) for sizes in layouts]
+    for _ in range(100):
+        for sizes, expected in zip(layouts, first, strict=True):
+            jax.tree.map(assert_same, run(sizes, *operands), expected)
+
+
+# In use
+
+
+def test_each_is_one_custom_call():
+    for is_grad, target in ((False, "swiglu_quantize"), (True, "swiglu_grad_quantize")):
+        operands = _operands(is_grad, 136, jnp.bfloat16)
+        text = jax.jit(lambda *xs: _quantize(xs, EDGES)).lower(*operands).as_text()
+        assert text.count("custom_call @jax_fp8gemm_") == 1
+        assert text.count(f"custom_call @jax_fp8gemm_{target}(") == 1
+
+
+def test_moe_mlp_and_its_gradients():
+    """Kernels throughout, against the reference lowering throughout."""
+    d, f, g = 384, 192, len(EDGES)
+    x = jnp.asarray(_normal((M, d), jnp.bfloat16, 3))
+    w_gate_up = jnp.asarray(_normal((g, d, 2 * f), jnp.bfloat16, 4) / np.sqrt(d).astype("bfloat16"))
+    w_down = jnp.asarray(_normal((g, f, d), jnp.bfloat16, 5) / np.sqrt(f).astype("bfloat16"))
+    group_sizes = jnp.asarray(EDGES, jnp.int32)
+
+    def loss(x, w_gate_up, w_down, implementation):
+        out = moe_mlp(x, w_gate_up, w_down, group_sizes, implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    gradients = lambda implementation: jax.jit(
+        lambda *xs: jax.grad(loss, (0, 1, 2), has_aux=True)(*xs, implementation)
+    )(x, w_gate_up, w_down)
+    found, expected = gradients(gpu_cases.IMPLEMENTATION), gradients("xla")
+    # Where gate_up and dh round to other bf16 neighbours, what follows does too: 2^-8 of few.
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert reference.calc_diff(a, e) < 1e-4
