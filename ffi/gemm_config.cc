@@ -22,7 +22,7 @@ struct Registers {
 Registers SplitRegisters(const GemmConfig& config) {
   if (config.num_consumers == 1) return {0, 0};
   if (config.num_consumers == 3) return {32, 160};
-  return config.is_1d1d ? Registers{32, 240} : Registers{40, 232};
+  return config.is_1d1d ? Registers{24, 240} : Registers{40, 232};
 }
 
 bool IsInRange(const GemmConfig& c) {

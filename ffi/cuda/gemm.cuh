@@ -67,6 +67,14 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     __syncthreads();
   }
 
+  // A launch gives every thread the same number of registers, a multiple of 8; setmaxnreg only
+  // moves them, and waits forever for more.
+  constexpr int kThreads = (Config::kNumConsumers + 1) * 128;
+  static_assert(Config::kNumConsumers == 1 ||
+                    128 * (Config::kProducerRegs + Config::kNumConsumers * Config::kConsumerRegs) <=
+                        65536 / kThreads / 8 * 8 * kThreads,
+                "the roles must not ask for more registers than the launch has");
+
   // Split the roles. One consumer fits the registers of the launch; two or three take over the
   // producer's.
   if (warpgroup == Config::kNumConsumers) {
