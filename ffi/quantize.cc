@@ -43,6 +43,7 @@ struct QuantizeParams {
 };
 
 constexpr int64_t kMaxGroups = 1024;
+constexpr int64_t kMaxBatch = 65535;  // CUDA's largest second extent of a grid
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -81,21 +82,28 @@ bool IsAligned(const ffi::AnyBuffer& buffer) {
   return reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
 }
 
+// Elements of a batch, which only square blocks can have.
+int64_t BatchSize(const ffi::AnyBuffer& x) {
+  return x.dimensions().size() == 3 ? x.dimensions()[0] : 1;
+}
+
 // InvalidArgument unless `x`, of that name, is a matrix of the config's input that a kernel can
-// index.
+// index, or for square blocks a batch of them.
 ffi::Error CheckMatrix(const QuantizeConfig& config, const char* name, const ffi::AnyBuffer& x) {
   const ffi::DataType type = kQuantizeInputs[config.input];
-  const auto dims = x.dimensions();
-  if (x.element_type() != type || dims.size() != 2 || !IsAligned(x)) {
+  const bool is_batch = x.dimensions().size() == 3 && config.mode >= kBlock;
+  if (x.element_type() != type || (x.dimensions().size() != 2 && !is_batch) || !IsAligned(x)) {
     return InvalidArgument(QuantizeOp(config), ": ", name, " must be ", ShortType(type),
-                           "[m,k] at a multiple of 16 bytes; got ", name, " ", ShapeText(x), " at ",
+                           config.mode >= kBlock ? "[m,k] or [b,m,k]" : "[m,k]",
+                           " at a multiple of 16 bytes; got ", name, " ", ShapeText(x), " at ",
                            x.untyped_data());
   }
-  if (dims[0] > kMaxDim || dims[1] > kMaxDim ||
+  const auto dims = x.dimensions().last(2);
+  if (dims[0] > kMaxDim || dims[1] > kMaxDim || BatchSize(x) > kMaxBatch ||
       CeilDiv(dims[0], kWarpRows) * CeilDiv(dims[1], kScaleBlock) > INT32_MAX) {
-    return InvalidArgument(QuantizeOp(config), ": m and k must be at most 2^30, and ", name,
-                           " less than 2^31 blocks of ", kWarpRows, "x", kScaleBlock, "; got ",
-                           name, " ", ShapeText(x));
+    return InvalidArgument(QuantizeOp(config), ": m and k must be at most 2^30, b at most ",
+                           kMaxBatch, ", and ", name, " less than 2^31 blocks of ", kWarpRows, "x",
+                           kScaleBlock, "; got ", name, " ", ShapeText(x));
   }
   return ffi::Error::Success();
 }
@@ -105,7 +113,8 @@ ffi::Error BindOperands(const QuantizeConfig& config, const ffi::AnyBuffer& x,
                         const ffi::RemainingArgs& more, QuantizeParams& params) {
   const char* name = config.source == kPlain ? "x" : "gate_up";
   FFI_RETURN_IF_ERROR(CheckMatrix(config, name, x));
-  const int64_t m = x.dimensions()[0], width = x.dimensions()[1];
+  const auto dims = x.dimensions().last(2);
+  const int64_t m = dims[0], width = dims[1];
   params.x = x.untyped_data();
   params.m = static_cast<int32_t>(m);
   params.k = static_cast<int32_t>(config.source == kSwiglu ? width / 2 : width);
@@ -176,12 +185,15 @@ ffi::ErrorOr<QuantizeParams> BindParams(const QuantizeConfig& config, const ffi:
     FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
     const ffi::DataType type = outputs[i].is_scale ? ffi::DataType::F32 : fp8;
     const auto dims = result->dimensions();
-    if (result->element_type() != type || dims.size() != 2 || dims[0] != outputs[i].rows ||
-        dims[1] != outputs[i].columns || !IsAligned(*result)) {
+    const size_t rank = x.dimensions().size();
+    if (result->element_type() != type || dims.size() != rank ||
+        (rank == 3 && dims[0] != BatchSize(x)) || dims[rank - 2] != outputs[i].rows ||
+        dims[rank - 1] != outputs[i].columns || !IsAligned(*result)) {
       return InvalidArgument(op, ": result ", i, " of mode ", mode, " must be ", ShortType(type),
-                             "[", outputs[i].rows, ",", outputs[i].columns,
-                             "] at a multiple of 16 bytes (first operand ", ShapeText(x), "); got ",
-                             ShapeText(*result), " at ", result->untyped_data());
+                             "[", rank == 3 ? StrCat(BatchSize(x), ",") : "", outputs[i].rows, ",",
+                             outputs[i].columns, "] at a multiple of 16 bytes (first operand ",
+                             ShapeText(x), "); got ", ShapeText(*result), " at ",
+                             result->untyped_data());
     }
     params.*outputs[i].address = result->untyped_data();
   }
@@ -215,7 +227,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
     FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, 0));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
-    dims.grid_y = dims.grid_z = 1;
+    dims.grid_y = BatchSize(x);
+    dims.grid_z = 1;
     if (config.mode == kRow) {
       dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, kRowWarps);
       dims.block_x = 32 * kRowWarps;

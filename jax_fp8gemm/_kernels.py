@@ -42,4 +42,5 @@ def gemm_kernels(num_sms: int, *, all_formats: bool = False) -> Iterator[dict[st
 
 def formats(all_formats: bool) -> list[tuple[bool, bool]]:
     """Pairs of choices: e5m2 or not of both operands; of a quantiser, e5m2 and powers of two."""
-    return list(itertools.product((False, True), repeat=2)) if all_formats else [(False, False)]
+    choices = (False, True) if all_formats else (False,)
+    return [(first, second) for first in choices for second in choices]

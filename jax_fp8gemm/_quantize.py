@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Implementation = Literal["cuda", "xla"] | None
 
 _BLOCK = _checks.SCALE_BLOCK
+_SQUARE = ("block", "block_transposed", "block_both")  # modes that take a batch as it is
 
 
 def quantize(
@@ -127,15 +128,17 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
     if x.ndim == 2:
         return quantize_p(x, **params)
     batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    results = jax.vmap(lambda x: quantize_p(x, **params))(batch)
+    run = lambda x: quantize_p(x, **params)
+    results = run(batch) if mode in _SQUARE else jax.vmap(run)(batch)
     return [result.reshape(*x.shape[:-2], *result.shape[1:]) for result in results]
 
 
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
-    _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
-    m, k = x.shape
-    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
-    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    if x.ndim != 3 or mode not in _SQUARE:
+        _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
+    *batch, m, k = x.shape
+    values = lambda *shape: jax.ShapeDtypeStruct((*batch, *shape), fp8_dtype(e5m2))
+    scale = lambda *shape: jax.ShapeDtypeStruct((*batch, *shape), jnp.float32)
     mb, kb = _checks.num_blocks(m), _checks.num_blocks(k)
     return {
         "row": [values(m, k), scale(m, kb)],
@@ -148,6 +151,8 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
 
 
 def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    if x.ndim == 3:
+        return jax.vmap(lambda x: _reference(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale))(x)
     x = x.astype(jnp.float32)
     rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
     if mode == "row":
@@ -170,7 +175,7 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     if x.size == 0:
         return _reference(x, **params)
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
-    row_major, column_major = (0, 1), (1, 0)
+    row_major, column_major = tuple(range(x.ndim)), (1, 0)
     layouts = {"row": [0, 1], "column": [0, 1], "row_column": [0, 1, 0, 1]}.get(mode, [])
     config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
@@ -184,8 +189,12 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
 
 
 def _batch_rule(operands, dims, *, mode: str, **params):
-    """Folds the batch into m where no scale block then spans two elements; else one by one."""
+    """Square blocks take one batch dimension. Others fold it into m where no scale block then spans
+    two elements, and go one by one elsewhere."""
     x = jnp.moveaxis(operands[0], dims[0], 0)
+    if mode in _SQUARE:
+        results = quantize_p(x.reshape(-1, *x.shape[-2:]), mode=mode, **params)
+        return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
     batch, m, k = x.shape
     if mode != "row" and m % _BLOCK:
         results = map_batch(lambda x: quantize_p(x, mode=mode, **params), [x], [0])
@@ -205,9 +214,6 @@ _TRANSPOSED = {
     "row": (False, False),
     "column": (True, True),
     "row_column": (False, False, True, True),
-    "block": (False, False),
-    "block_transposed": (True, True),
-    "block_both": (False, True, False),
 }
 
 

@@ -13,6 +13,8 @@
 //   block_transposed  transposed (k, m),  transposed_scale [k/128][m/128]
 //   block_both        values, transposed, scale [m/128][k/128]
 //
+// The modes of 128x128 blocks take a batch of x too, (b, m, k); each result then has b in front.
+//
 // Work: a warp takes 16 rows of one k-block. "row" needs no more than that, so its warps never
 // meet. In every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and
 // cover each other's loads and barriers; nothing is persistent.
@@ -96,6 +98,26 @@ struct Quantizer {
   __device__ __forceinline__ int row() const { return first_row + half() * kFragmentRows; }
   __device__ __forceinline__ int column() const {
     return first_column + chunk() * kFragmentColumns;
+  }
+
+  // The operands and results of one element of a batch of square-block quantisations.
+  // NOTE: others get the launch's own parameters, since a copy makes ptxas spill.
+  static __device__ __forceinline__ decltype(auto) batch_element(const QuantizeParams& launched,
+                                                                 int index) {
+    if constexpr (!kIsBlock) {
+      return (launched);
+    } else {
+      QuantizeParams params = launched;
+      const int64_t num_values = static_cast<int64_t>(params.m) * params.k * index;
+      const int64_t num_scales = static_cast<int64_t>(ceil_div(params.m, kScaleBlock)) *
+                                 ceil_div(params.k, kScaleBlock) * index;
+      params.x += num_values * Elements::kElemBytes;
+      params.values += num_values;
+      params.transposed += num_values;
+      params.scale += num_scales;
+      params.transposed_scale += num_scales;
+      return params;
+    }
   }
 
   // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
@@ -335,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
   __shared__ typename Quantizer::SharedStorage shared;  // dropped by the compiler in mode "row"
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
-  Quantizer quantizer{params, shared, lane, warp};
+  const jax_fp8gemm::QuantizeParams& element = Quantizer::batch_element(params, blockIdx.y);
+  Quantizer quantizer{element, shared, lane, warp};
 
   const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
                           (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
