@@ -1,6 +1,7 @@
 """What holds for every primitive: which implementation is lowered, and operands on a mesh."""
 
 import functools
+import math
 import re
 import warnings
 
@@ -78,6 +79,17 @@ def test_scales_cross_the_boundary_with_rows_minor():
     ((_, _, line),) = custom_calls(cuda_text(quantize_both, struct(M, K)))
     layouts = [f"dense<[{x}]> : tensor<2xindex>" for x in ("1, 0", "0, 1", "1, 0", "0, 1")]
     assert f"result_layouts = [{', '.join(layouts)}]" in line
+
+
+@pytest.mark.parametrize("rows", [256, 72])
+def test_a_batch_of_square_blocks_is_one_custom_call(rows):
+    """Also where a block would span two matrices if their rows followed each other."""
+    function = functools.partial(quantize, block=(128, 128), with_transpose=True)
+    for batch in ((3,), (2, 3)):
+        ((_, config, _),) = custom_calls(cuda_text(function, struct(*batch, rows, K)))
+        assert config["mode"] == MODE["block_both"]
+        ((_, _, line),) = custom_calls(cuda_text(jax.vmap(function), struct(*batch, rows, K)))
+        assert f"tensor<{math.prod(batch)}x{rows}x{K}xbf16>" in line
 
 
 def test_forward_is_three_custom_calls():
