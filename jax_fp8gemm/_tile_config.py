@@ -30,9 +30,11 @@ _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
 _TILE_CLOCKS = 300
 # Part of the tensor cores' rate that the main loop reaches. 1d1d promotes with twice as many
-# instructions, and a second accumulator leaves it no registers for the scales of the columns.
+# instructions; two consumers of 256 columns have no registers left to read the scales of columns
+# under the multiplication, and a second accumulator leaves none at all.
 _EFFICIENCY_1D2D = 0.83
 _EFFICIENCY_1D1D = 0.60
+_EFFICIENCY_1D1D_WIDE = 0.55
 _EFFICIENCY_1D1D_ACCUMS = 0.45
 # Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
 _SHORT_TILE = 0.6
@@ -236,7 +238,8 @@ def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_by
     """Predicted clocks of one tile."""
     efficiency = _EFFICIENCY_1D2D
     if is_1d1d:
-        efficiency = _EFFICIENCY_1D1D if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
+        wide = _EFFICIENCY_1D1D_WIDE if c.block_n > 128 else _EFFICIENCY_1D1D
+        efficiency = wide if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
     rows = max(c.block_m, 64)
     k_block = max(
         rows * c.block_n / 32 / efficiency,
