@@ -35,7 +35,7 @@ from jax_fp8gemm._matmul_spec import (
 from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array, check_unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -89,8 +89,7 @@ def matmul(
     """
     op = "matmul"
     is_scaled = isinstance(rhs, ScaledArray)
-    _checks.check_array(op, "lhs", lhs)
-    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
     _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")
     if is_scaled:
         _check_scaled_rhs(op, rhs)

@@ -39,7 +39,7 @@ from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import gemm_as, ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array, check_unquantised
 from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def moe_mlp(
 
 
 def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> None:
-    _checks.check_array(_OP, "x", x)
-    _checks.check_dtype(_OP, "x", x, _checks.FLOAT_DTYPES)
+    check_unquantised(_OP, "x", x)
     _checks.check_ndim(_OP, "x", x, 2, "(m, d)", hint=" Fold leading dimensions into m.")
     for name, w, layout in (
         ("w_gate_up", w_gate_up, "(g, d, 2 f)"),

@@ -35,7 +35,7 @@ from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array, check_unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -111,8 +111,7 @@ def ragged_dot(
 
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
     """Raises unless these are operands of ragged_dot."""
-    _checks.check_array(op, "lhs", lhs)
-    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
     _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
     if isinstance(rhs, ScaledArray):
         check_scaled_array(op, "rhs", rhs)

@@ -35,7 +35,7 @@ from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray
+from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -88,9 +88,9 @@ def ragged_dot_general(
     the names of CHECKPOINT_NAMES.
     """
     op = "ragged_dot_general"
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        _checks.check_array(op, name, x, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
-        _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
+    _checks.check_array(op, "rhs", rhs, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+    _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)

@@ -392,6 +392,12 @@ def test_bad_input_is_told_at_trace_time(lhs, rhs, kwargs, error, message):
         matmul(lhs, rhs, **kwargs)
 
 
+def test_scaled_lhs_raises():
+    message = r"matmul: lhs must be an array; got a ScaledArray f8.*\[2,3\]. matmul quantises lhs"
+    with raises(TypeError, match=message):
+        matmul(quantize(jnp.ones((2, 3))), jnp.ones((3, 2)))
+
+
 def test_scaled_rhs_with_row_blocks_raises():
     with raises(ValueError, match=r"ScaledArray rhs must have block \(128, 128\).*got block \(1,"):
         matmul(jnp.ones((2, 3)), quantize(jnp.ones((3, 2))))
