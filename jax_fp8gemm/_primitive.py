@@ -27,7 +27,7 @@ def define_primitive(
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     reference: Callable[..., Arrays],
     ffi_call: Callable[..., Arrays] | None,
-    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]],
+    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
@@ -38,6 +38,7 @@ def define_primitive(
       reference: (*operands, **params) -> results, in plain JAX.
       ffi_call: the same by jax.ffi.ffi_call; None where there is no kernel yet.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
+        None: one batch element after another, where each has groups of its own.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
         the used results and as few others as possible, named by their old indices.
     Returns:
@@ -71,6 +72,13 @@ def define_primitive(
             return lower_reference(ctx, *operands, implementation=implementation, **params)
         return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
 
+    def batch(operands, dims, **params):
+        operands = [replicate(x) for x in operands]
+        if batch_rule is not None:
+            return batch_rule(operands, dims, **params)
+        results = map_batch(partial(bind, **params), operands, dims)
+        return results, [0] * len(results)
+
     def dce(used, eqn):
         if not any(used):
             return [False] * len(eqn.invars), None
@@ -89,9 +97,7 @@ def define_primitive(
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     mlir.register_lowering(primitive, lower_default)
     mlir.register_lowering(primitive, lower_cuda, platform="cuda")
-    batching.primitive_batchers[primitive] = lambda operands, dims, **params: batch_rule(
-        [replicate(x) for x in operands], dims, **params
-    )
+    batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_jvp
     partial_eval.dce_rules[primitive] = dce
 

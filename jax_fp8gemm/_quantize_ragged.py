@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
@@ -161,17 +161,10 @@ def call_kernel(
     return list(call(*arrays, *(groups if is_ragged else ()), config=config))
 
 
-def _batch_rule(operands, dims, **params):
-    """One batch element after another: each has groups of its own."""
-    results = map_batch(lambda *xs: quantize_ragged_p(*xs, **params), operands, dims)
-    return results, [0] * len(results)
-
-
 quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
-    batch_rule=_batch_rule,
     dce_rule=keep_used_axes,
 )

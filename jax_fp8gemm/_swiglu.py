@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._quantize_ragged import call_kernel
 from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
@@ -143,22 +143,11 @@ def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *o
     return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
 
 
-def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
-    """One batch element after another: each has groups of its own."""
-
-    def rule(operands, dims, **params):
-        results = map_batch(lambda *xs: primitive()(*xs, **params), operands, dims)
-        return results, [0] * len(results)
-
-    return rule
-
-
 swiglu_quantize_p = define_primitive(
     _ffi.SWIGLU_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, swiglu),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
-    batch_rule=_batch_rule(lambda: swiglu_quantize_p),
     dce_rule=keep_used_axes,
 )
 
@@ -167,6 +156,5 @@ swiglu_grad_quantize_p = define_primitive(
     shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
     reference=partial(_reference, _swiglu_grad),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
-    batch_rule=_batch_rule(lambda: swiglu_grad_quantize_p),
     dce_rule=keep_used_axes,
 )
