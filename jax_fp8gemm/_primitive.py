@@ -26,7 +26,7 @@ def define_primitive(
     *,
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     reference: Callable[..., Arrays],
-    ffi_call: Callable[..., Arrays] | None,
+    ffi_call: Callable[..., Arrays],
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> Callable[..., Arrays]:
@@ -36,7 +36,7 @@ def define_primitive(
       name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
       shape_rule: (*avals, **params) -> the result types; raises on bad operands.
       reference: (*operands, **params) -> results, in plain JAX.
-      ffi_call: the same by jax.ffi.ffi_call; None where there is no kernel yet.
+      ffi_call: the same by jax.ffi.ffi_call.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
         None: one batch element after another, where each has groups of its own.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
@@ -64,11 +64,9 @@ def define_primitive(
 
     def lower_cuda(ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else _unusable_reason()
-        if ffi_call is None and implementation != "xla":
-            reason = f"{op} has no kernel yet"
         if reason is not None:
             _fall_back(op, implementation, reason)
-        if implementation == "xla" or reason is not None or ffi_call is None:
+        if implementation == "xla" or reason is not None:
             return lower_reference(ctx, *operands, implementation=implementation, **params)
         return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
 
