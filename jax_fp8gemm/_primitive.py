@@ -88,7 +88,8 @@ def define_primitive(
     def no_jvp(primals, tangents, **params):
         raise NotImplementedError(
             f"{op}: not differentiable: FP8 values have no useful tangents. Differentiate "
-            "jax_fp8gemm.matmul or dot_general once (their own derivatives are not differentiable)."
+            "jax_fp8gemm.matmul, dot_general, ragged_dot, ragged_dot_general or moe.moe_mlp once "
+            "(their own derivatives are not differentiable)."
         )
 
     primitive.def_abstract_eval(abstract_eval)
