@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
 from jax_fp8gemm._primitive import define_primitive, map_batch, replicate
-from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
@@ -134,16 +134,16 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
     _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
     m, k = x.shape
-    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
-    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    mb, kb = _checks.num_blocks(m), _checks.num_blocks(k)
+    rows, columns = block_types(m, k, 1, e5m2), block_types(k, m, 1, e5m2)
+    values, scale = block_types(m, k, _BLOCK, e5m2)
+    transposed = block_types(k, m, _BLOCK, e5m2)
     return {
-        "row": [values(m, k), scale(m, kb)],
-        "column": [values(k, m), scale(k, mb)],
-        "row_column": [values(m, k), scale(m, kb), values(k, m), scale(k, mb)],
-        "block": [values(m, k), scale(mb, kb)],
-        "block_transposed": [values(k, m), scale(kb, mb)],
-        "block_both": [values(m, k), values(k, m), scale(mb, kb)],
+        "row": rows,
+        "column": columns,
+        "row_column": rows + columns,
+        "block": [values, scale],
+        "block_transposed": transposed,
+        "block_both": [values, transposed[0], scale],
     }[mode]
 
 

@@ -51,6 +51,15 @@ def quantize_blocks(x, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.A
     return [values.reshape(padded.shape)[:m, :k], scale]
 
 
+def block_types(m: int, k: int, block_m: int, e5m2: bool) -> list[jax.ShapeDtypeStruct]:
+    """Types of what quantize_blocks returns for (m, k)."""
+    scale_shape = _checks.scale_shape((m, k), (block_m, _BLOCK))
+    return [
+        jax.ShapeDtypeStruct((m, k), fp8_dtype(e5m2)),
+        jax.ShapeDtypeStruct(scale_shape, jnp.float32),
+    ]
+
+
 def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:
     """Scale and its reciprocal, both correctly rounded, from the bits of amax.
 
