@@ -171,14 +171,13 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
         return _reference(x, **params)
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = (0, 1), (1, 0)
-    layouts = {"row": [0, 1], "column": [0, 1], "row_column": [0, 1, 0, 1]}.get(mode, [])
+    scale_layout = row_major if mode.startswith("block") else column_major
     config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
         _ffi.QUANTIZE_TARGET,
         results,
         input_layouts=[row_major],
-        output_layouts=[column_major if flag else row_major for flag in layouts]
-        or [row_major] * len(results),
+        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
     )
     return list(call(x, config=config))
 
