@@ -143,17 +143,20 @@ def replicate(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*(None,) * aval.ndim)))
 
 
-def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Gives all operands the union of their varying manual axes (shard_map with check_vma).
+def match_varying(*operands: Any) -> tuple[Any, ...]:
+    """Gives the arrays of all operands, pytrees, the union of their varying manual axes.
 
-    Done before a custom_vjp, JAX then sums the cotangent of an operand that did not vary.
+    For shard_map with check_vma. Done before a custom_vjp, JAX then sums the cotangent of an
+    operand that did not vary.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    union = frozenset().union(*varying)
-    return tuple(
-        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(operands, varying, strict=True)
-    )
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+    union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+
+    def cast(x):
+        missing = union - varying(x)
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, operands)
 
 
 def undifferentiable(x: jax.Array, message: str) -> jax.Array:

@@ -399,5 +399,5 @@ def test_scaled_lhs_raises():
 
 
 def test_scaled_rhs_with_row_blocks_raises():
-    with raises(ValueError, match=r"ScaledArray rhs must have block \(128, 128\).*got block \(1,"):
+    with raises(ValueError, match=r"matmul: rhs.block must be \(128, 128\), .*got \(1, 128\)"):
         matmul(jnp.ones((2, 3)), quantize(jnp.ones((3, 2))))

@@ -179,7 +179,7 @@ BAD_CALLS = [
     ((X, UP, DOWN[..., 1:], ONES), {}, ValueError, SHARE),
     ((X, UP, 1.0, ONES), {}, TypeError, "w_down must be an array; got float. Or pass a ScaledArr"),
     ((X, UP.astype(jnp.float8_e5m2), DOWN, ONES), {}, TypeError, "w_gate_up must be bf16.*Scaled"),
-    ((X, quantize(UP), DOWN, ONES), {}, ValueError, r"w_gate_up.block must be \(128, 128\); got"),
+    ((X, quantize(UP), DOWN, ONES), {}, ValueError, r"w_gate_up.block must be \(128, 128\), wh"),
     ((X, UP, DOWN, ONES[1:]), {}, ValueError, r"one size for each of the 4 experts; got .* s32\[3"),
     ((X, UP, DOWN, ONES.astype(float)), {}, TypeError, "group_sizes must be s32 or s64; got"),
     ((X, UP, DOWN, [1] * 4), {}, TypeError, "group_sizes must be an array; got list"),
