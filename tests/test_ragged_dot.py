@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import reference
 from errors import raises
+from matmul_cases import RECIPES, assert_close
 from ragged_cases import (
-    RECIPES,
     SIZES,
     TOTAL,
     G,
     M,
     assert_all_close,
     assert_all_same_bits,
-    assert_close,
     int32,
     jitted,
     problem,
