@@ -16,6 +16,7 @@ from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, sha
 from jax_fp8gemm._primitive import replicate
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._scaled_array import check_unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -58,8 +59,7 @@ def dot_general(
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        _checks.check_array(op, name, x)
-        _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+        check_unquantised(op, name, x)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)

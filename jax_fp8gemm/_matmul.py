@@ -32,18 +32,14 @@ from jax_fp8gemm._matmul_spec import (
     quantize_args,
     shard_as,
 )
-from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
-from jax_fp8gemm._quantize import Implementation, quantize, quantize_both, quantize_transposed
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation, quantize, quantize_both
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-_NO_GRADIENT = (
-    "matmul: a ScaledArray rhs has no gradient; got one among the differentiated arguments. "
-    "Differentiate with respect to the unquantised rhs, or apply jax.lax.stop_gradient."
-)
 
 
 def matmul(
@@ -89,21 +85,17 @@ def matmul(
     """
     op = "matmul"
     is_scaled = isinstance(rhs, ScaledArray)
-    _checks.check_array(op, "lhs", lhs)
-    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
     _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")
+    check_weights(op, "rhs", rhs)
     if is_scaled:
-        _check_scaled_rhs(op, rhs)
+        hint = " Map leading dimensions with jax.vmap."
+        _checks.check_ndim(op, "rhs", rhs, 2, "(k, n)", hint=hint)
     else:
-        _checks.check_array(op, "rhs", rhs, hint=" Or pass a ScaledArray.")
-        hint = " Quantised operands go in as a ScaledArray."
-        _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES, hint=hint)
         _checks.check_min_ndim(op, "rhs", rhs, 1, "(..., k, n) or (k,)")
     _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[-2 if rhs.ndim > 1 else 0])
-    if is_scaled:
-        spec = make_spec(op, lhs, None, recipe, preferred_element_type, implementation)
-    else:
-        spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    weights = None if is_scaled else rhs
+    spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
     xla = partial(
         jnp.matmul,
@@ -116,16 +108,6 @@ def matmul(
     lhs = jnp.asarray(lhs)
     out = _broadcast_product(spec, replicate(lhs), jax.tree.map(replicate, rhs))
     return shard_as(xla, lhs, rhs.values if is_scaled else rhs, out, out_sharding)
-
-
-def _check_scaled_rhs(op: str, rhs: ScaledArray) -> None:
-    check_scaled_array(op, "rhs", rhs)
-    _checks.check_ndim(op, "rhs", rhs, 2, "(k, n)", hint=" Map leading dimensions with jax.vmap.")
-    if rhs.block != (128, 128):
-        raise ValueError(
-            f"{op}: a ScaledArray rhs must have block (128, 128), whose transpose is exact; "
-            f"got block {rhs.block}. Quantise with quantize(rhs, block=(128, 128))."
-        )
 
 
 def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
@@ -158,22 +140,13 @@ def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
 @jax.named_scope("fp8gemm_matmul")
 def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
     """lhs (m, k) times rhs (k, n)."""
-    leaves, tree = jax.tree.flatten(rhs)
-    if isinstance(rhs, ScaledArray):
-        leaves = [undifferentiable(leaf, _NO_GRADIENT) for leaf in leaves]
-    lhs, *leaves = match_varying(lhs, *leaves)
-    return _product(spec, lhs, jax.tree.unflatten(tree, leaves))
+    return _product(spec, *match_varying(lhs, without_gradient("matmul", "rhs", rhs)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
-    rhs_transposed = (
-        rhs.T
-        if isinstance(rhs, ScaledArray)
-        else quantize_transposed(rhs, **quantize_args(spec, spec.recipe.fwd))
-    )
-    return _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
+    return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs))
 
 
 def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
@@ -183,10 +156,8 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array,
         rows, lhs_residual = quantize_both(lhs, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    if spec.rhs_dtype is not None:
-        rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
-    rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
-    out = _gemm_as(spec, spec.out_dtype, rows, rhs.T)
+    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
+    out = _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
     residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), residuals
 

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
@@ -34,13 +33,14 @@ from jax_fp8gemm._matmul_spec import (
     name_residual,
     quantize_args,
 )
-from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
-from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
-from jax_fp8gemm._ragged_dot import gemm_as, ragged_dot
+from jax_fp8gemm._ragged_dot import gemm_as, ragged_dot, wgrad_as
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
+from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -93,32 +93,25 @@ def moe_mlp(
     h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
     down = make_spec(_OP, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(_OP, None, into)
-    w_gate_up, w_down = _guard("w_gate_up", w_gate_up), _guard("w_down", w_down)
+    w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
+    w_down = without_gradient(_OP, "w_down", w_down)
     groups = _groups.as_int32(group_sizes), jnp.zeros((1,), jnp.int32)
-    leaves, tree = jax.tree.flatten((x, w_gate_up, w_down, groups))
-    leaves = match_varying(*(replicate(jnp.asarray(leaf)) for leaf in leaves))
-    x, w_gate_up, w_down, groups = jax.tree.unflatten(tree, leaves)
+    operands = (x, w_gate_up, w_down, groups)
+    operands = jax.tree.map(lambda leaf: replicate(jnp.asarray(leaf)), operands)
+    x, w_gate_up, w_down, groups = match_varying(*operands)
     if recipe.is_fp8 and recipe.wgrad == "fp8":
         return _mlp((into, down), x, w_gate_up, w_down, groups)
     return _unfused_mlp(x, w_gate_up, w_down, groups[0], recipe, implementation)
 
 
 def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> None:
-    _checks.check_array(_OP, "x", x)
-    _checks.check_dtype(_OP, "x", x, _checks.FLOAT_DTYPES)
+    check_unquantised(_OP, "x", x)
     _checks.check_ndim(_OP, "x", x, 2, "(m, d)", hint=" Fold leading dimensions into m.")
     for name, w, layout in (
         ("w_gate_up", w_gate_up, "(g, d, 2 f)"),
         ("w_down", w_down, "(g, f, d)"),
     ):
-        if isinstance(w, ScaledArray):
-            check_scaled_array(_OP, name, w)
-            if w.block != (128, 128):
-                raise ValueError(f"{_OP}: {name}.block must be (128, 128); got {w.block}")
-        else:
-            _checks.check_array(_OP, name, w, hint=" Or pass a ScaledArray.")
-            hint = " Quantised weights go in as a ScaledArray."
-            _checks.check_dtype(_OP, name, w, _checks.FLOAT_DTYPES, hint=hint)
+        check_weights(_OP, name, w)
         _checks.check_ndim(_OP, name, w, 3, layout)
     (_, d), (g, f, _) = x.shape, w_down.shape
     if w_gate_up.shape != (g, d, 2 * f) or w_down.shape != (g, f, d):
@@ -134,17 +127,6 @@ def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> No
             f"{_OP}: group_sizes must have one size for each of the {g} experts; "
             f"got group_sizes {_checks.short_type(group_sizes)}"
         )
-
-
-def _guard(name: str, w: Any) -> Any:
-    """`w`; raises TypeError where a ScaledArray is differentiated."""
-    if not isinstance(w, ScaledArray):
-        return w
-    message = (
-        f"{_OP}: a ScaledArray {name} has no gradient; got one among the differentiated arguments. "
-        "Differentiate with respect to the unquantised weights, or apply jax.lax.stop_gradient."
-    )
-    return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
 
 
 def _unfused_mlp(x, w_gate_up, w_down, group_sizes, recipe: Recipe, implementation) -> jax.Array:
@@ -172,30 +154,27 @@ Groups = tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first
 def _mlp(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any, groups: Groups) -> jax.Array:
     into, down = specs
     args = quantize_args(into, into.recipe.fwd)
-    transposed = lambda w: w.T if isinstance(w, ScaledArray) else quantize_transposed(w, **args)
-    gate_up = gemm_as(into, into.out_dtype, quantize(x, **args), transposed(w_gate_up), *groups)
+    rows, w_gate_up = quantize(x, **args), transposed(into, w_gate_up)
+    gate_up = gemm_as(into, into.out_dtype, rows, w_gate_up, *groups)
     h, _ = swiglu_quantize(gate_up, *groups, with_columns=False, **args)
-    return gemm_as(down, down.out_dtype, h, transposed(w_down), *groups)
+    return gemm_as(down, down.out_dtype, h, transposed(down, w_down), *groups)
 
 
 def _mlp_fwd(specs: Specs, x, w_gate_up: Any, w_down: Any, groups: Groups) -> tuple[Any, Any]:
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     into, down = specs
     args = quantize_args(into, into.recipe.fwd)
-    both_ways = lambda w: (
-        w
-        if isinstance(w, ScaledArray)
-        else quantize(w, block=into.recipe.rhs_block, with_transpose=True, **args)
-    )
-    w_gate_up, w_down = both_ways(w_gate_up), both_ways(w_down)
+    w_gate_up, w_gate_up_transposed = both_ways(into, into.recipe.fwd, w_gate_up)
+    w_down, w_down_transposed = both_ways(down, down.recipe.fwd, w_down)
     rows, x_columns = _rows_and_columns(into, x, groups, args)
-    gate_up = name_residual("out", gemm_as(into, into.out_dtype, rows, w_gate_up.T, *groups))
+    gate_up = gemm_as(into, into.out_dtype, rows, w_gate_up_transposed, *groups)
+    gate_up = name_residual("out", gate_up)
     has_gradient = down.rhs_dtype is not None
     h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=has_gradient, **args)
-    out = name_residual("out", gemm_as(down, down.out_dtype, h, w_down.T, *groups))
+    out = name_residual("out", gemm_as(down, down.out_dtype, h, w_down_transposed, *groups))
     columns = name_residual("lhs", (x_columns, h_columns))
-    weights = [ScaledArray(w.values, w.scale, None, w.block) for w in (w_gate_up, w_down)]
-    return out, (*columns, *name_residual("rhs", weights), gate_up, groups)
+    weights = name_residual("rhs", (w_gate_up, w_down))
+    return out, (*columns, *weights, gate_up, groups)
 
 
 def _mlp_bwd(specs: Specs, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
@@ -228,5 +207,4 @@ def _rows_and_columns(spec: MatmulSpec, x: jax.Array, groups: Groups, args) -> t
 def _wgrad(spec: MatmulSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
     if spec.rhs_dtype is None:
         return None
-    dtype = kernel_dtype(spec.rhs_dtype)
-    return grouped_wgrad(lhs, dout, groups[0], dtype, spec.implementation).astype(spec.rhs_dtype)
+    return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0])

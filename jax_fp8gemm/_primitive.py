@@ -26,8 +26,8 @@ def define_primitive(
     *,
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     reference: Callable[..., Arrays],
-    ffi_call: Callable[..., Arrays] | None,
-    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]],
+    ffi_call: Callable[..., Arrays],
+    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
@@ -36,8 +36,9 @@ def define_primitive(
       name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
       shape_rule: (*avals, **params) -> the result types; raises on bad operands.
       reference: (*operands, **params) -> results, in plain JAX.
-      ffi_call: the same by jax.ffi.ffi_call; None where there is no kernel yet.
+      ffi_call: the same by jax.ffi.ffi_call.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
+        None: one batch element after another, where each has groups of its own.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
         the used results and as few others as possible, named by their old indices.
     Returns:
@@ -63,13 +64,18 @@ def define_primitive(
 
     def lower_cuda(ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else _unusable_reason()
-        if ffi_call is None and implementation != "xla":
-            reason = f"{op} has no kernel yet"
         if reason is not None:
             _fall_back(op, implementation, reason)
-        if implementation == "xla" or reason is not None or ffi_call is None:
+        if implementation == "xla" or reason is not None:
             return lower_reference(ctx, *operands, implementation=implementation, **params)
         return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
+
+    def batch(operands, dims, **params):
+        operands = [replicate(x) for x in operands]
+        if batch_rule is not None:
+            return batch_rule(operands, dims, **params)
+        results = map_batch(partial(bind, **params), operands, dims)
+        return results, [0] * len(results)
 
     def dce(used, eqn):
         if not any(used):
@@ -82,16 +88,15 @@ def define_primitive(
     def no_jvp(primals, tangents, **params):
         raise NotImplementedError(
             f"{op}: not differentiable: FP8 values have no useful tangents. Differentiate "
-            "jax_fp8gemm.matmul or dot_general once (their own derivatives are not differentiable)."
+            "jax_fp8gemm.matmul, dot_general, ragged_dot, ragged_dot_general or moe.moe_mlp once "
+            "(their own derivatives are not differentiable)."
         )
 
     primitive.def_abstract_eval(abstract_eval)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     mlir.register_lowering(primitive, lower_default)
     mlir.register_lowering(primitive, lower_cuda, platform="cuda")
-    batching.primitive_batchers[primitive] = lambda operands, dims, **params: batch_rule(
-        [replicate(x) for x in operands], dims, **params
-    )
+    batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_jvp
     partial_eval.dce_rules[primitive] = dce
 
@@ -138,17 +143,20 @@ def replicate(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*(None,) * aval.ndim)))
 
 
-def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Gives all operands the union of their varying manual axes (shard_map with check_vma).
+def match_varying(*operands: Any) -> tuple[Any, ...]:
+    """Gives the arrays of all operands, pytrees, the union of their varying manual axes.
 
-    Done before a custom_vjp, JAX then sums the cotangent of an operand that did not vary.
+    For shard_map with check_vma. Done before a custom_vjp, JAX then sums the cotangent of an
+    operand that did not vary.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    union = frozenset().union(*varying)
-    return tuple(
-        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(operands, varying, strict=True)
-    )
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+    union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+
+    def cast(x):
+        missing = union - varying(x)
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, operands)
 
 
 def undifferentiable(x: jax.Array, message: str) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
 from jax_fp8gemm._primitive import define_primitive, map_batch, replicate
-from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
@@ -137,16 +137,16 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
     if x.ndim != 3 or mode not in _SQUARE:
         _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
     *batch, m, k = x.shape
-    values = lambda *shape: jax.ShapeDtypeStruct((*batch, *shape), fp8_dtype(e5m2))
-    scale = lambda *shape: jax.ShapeDtypeStruct((*batch, *shape), jnp.float32)
-    mb, kb = _checks.num_blocks(m), _checks.num_blocks(k)
+    rows, columns = block_types(m, k, 1, e5m2), block_types(k, m, 1, e5m2)
+    values, scale = block_types(m, k, _BLOCK, e5m2, batch)
+    transposed = block_types(k, m, _BLOCK, e5m2, batch)
     return {
-        "row": [values(m, k), scale(m, kb)],
-        "column": [values(k, m), scale(k, mb)],
-        "row_column": [values(m, k), scale(m, kb), values(k, m), scale(k, mb)],
-        "block": [values(m, k), scale(mb, kb)],
-        "block_transposed": [values(k, m), scale(kb, mb)],
-        "block_both": [values(m, k), values(k, m), scale(mb, kb)],
+        "row": rows,
+        "column": columns,
+        "row_column": rows + columns,
+        "block": [values, scale],
+        "block_transposed": transposed,
+        "block_both": [values, transposed[0], scale],
     }[mode]
 
 
@@ -176,24 +176,25 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
         return _reference(x, **params)
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
-    layouts = {"row": [0, 1], "column": [0, 1], "row_column": [0, 1, 0, 1]}.get(mode, [])
+    scale_layout = row_major if mode in _SQUARE else column_major
     config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
         _ffi.QUANTIZE_TARGET,
         results,
         input_layouts=[row_major],
-        output_layouts=[column_major if flag else row_major for flag in layouts]
-        or [row_major] * len(results),
+        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
     )
     return list(call(x, config=config))
 
 
 def _batch_rule(operands, dims, *, mode: str, **params):
-    """Square blocks take one batch dimension. Others fold it into m where no scale block then spans
-    two elements, and go one by one elsewhere."""
+    """Square blocks take a batch as it is. Others fold it into m where no scale block then spans two
+    elements; else one by one.
+    """
     x = jnp.moveaxis(operands[0], dims[0], 0)
     if mode in _SQUARE:
-        results = quantize_p(x.reshape(-1, *x.shape[-2:]), mode=mode, **params)
+        matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        results = quantize_p(matrices, mode=mode, **params)
         return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
     batch, m, k = x.shape
     if mode != "row" and m % _BLOCK:

@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
-from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-_BLOCK = _checks.SCALE_BLOCK
 
 
 def quantize_ragged(
@@ -99,29 +97,36 @@ def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation
 def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
     _check("quantize_ragged", x, group_sizes)
     m, k = x.shape
-    t = _groups.ragged_extent(m, group_sizes.shape[0])
-    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
-    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    rows = [values(m, k), scale(m, _checks.num_blocks(k))]
-    columns = [values(k, t), scale(k, t // _BLOCK)]
+    return result_types(m, k, group_sizes.shape[0], mode, e5m2)
+
+
+def result_types(
+    m: int, k: int, num_groups: int, mode: str, e5m2: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """Types of (m, k) quantised along its rows, its ragged columns or both."""
+    rows = block_types(m, k, 1, e5m2)
+    columns = block_types(k, _groups.ragged_extent(m, num_groups), 1, e5m2)
     return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
 
 
-def _reference(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
+def reference(
+    x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
+) -> list[jax.Array]:
+    """x (m, k) quantised along its rows, its ragged columns or both, in plain JAX."""
     x = x.astype(jnp.float32)
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
     if mode == "row":
         return rows
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
-    columns = jnp.pad(x, ((0, 1), (0, 0)))[source].T
-    return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
+    x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m
+    return [*rows, *quantize_blocks(x_and_zeros[source].T, 1, e5m2, pow2_scale)]
 
 
 def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
     params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
     results = _shape_rule(x, group_sizes, first_row, **params)
     if x.size == 0:
-        return _reference(x, group_sizes, first_row, **params)
+        return reference(x, group_sizes, first_row, **params)
     groups = (group_sizes, first_row)
     return call_kernel(_ffi.QUANTIZE_TARGET, "plain", [x], groups, results, **params)
 
@@ -161,17 +166,10 @@ def call_kernel(
     return list(call(*arrays, *(groups if is_ragged else ()), config=config))
 
 
-def _batch_rule(operands, dims, **params):
-    """One batch element after another: each has groups of its own."""
-    results = map_batch(lambda *xs: quantize_ragged_p(*xs, **params), operands, dims)
-    return results, [0] * len(results)
-
-
 quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
-    reference=_reference,
+    reference=reference,
     ffi_call=_ffi_call,
-    batch_rule=_batch_rule,
     dce_rule=keep_used_axes,
 )

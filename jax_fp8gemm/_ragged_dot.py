@@ -30,20 +30,16 @@ from jax_fp8gemm._matmul_spec import (
     name_residual,
     quantize_args,
 )
-from jax_fp8gemm._primitive import match_varying, replicate, undifferentiable
-from jax_fp8gemm._quantize import Implementation, quantize, quantize_transposed
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-_NO_GRADIENT = (
-    "ragged_dot: a ScaledArray rhs has no gradient; got one among the differentiated arguments. "
-    "Differentiate with respect to the unquantised rhs, or apply jax.lax.stop_gradient."
-)
 
 
 def ragged_dot(
@@ -111,17 +107,9 @@ def ragged_dot(
 
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
     """Raises unless these are operands of ragged_dot."""
-    _checks.check_array(op, "lhs", lhs)
-    _checks.check_dtype(op, "lhs", lhs, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
     _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
-    if isinstance(rhs, ScaledArray):
-        check_scaled_array(op, "rhs", rhs)
-        if rhs.block != (128, 128):
-            raise ValueError(f"{op}: rhs.block must be (128, 128); got {rhs.block}")
-    else:
-        _checks.check_array(op, "rhs", rhs, hint=" Or pass a ScaledArray.")
-        hint = " Quantised weights go in as a ScaledArray."
-        _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES, hint=hint)
+    check_weights(op, "rhs", rhs)
     _checks.check_ndim(op, "rhs", rhs, 3, "(g, k, n)")
     _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     _checks.check_array(op, "group_sizes", group_sizes)
@@ -156,19 +144,14 @@ def _local_groups(
 
 @jax.named_scope("fp8gemm_ragged_dot")
 def _grouped_product(spec: MatmulSpec, lhs, rhs, sizes, first_row) -> jax.Array:
-    leaves, tree = jax.tree.flatten(rhs)
-    if isinstance(rhs, ScaledArray):
-        leaves = [undifferentiable(leaf, _NO_GRADIENT) for leaf in leaves]
-    lhs, sizes, first_row, *leaves = match_varying(lhs, sizes, first_row, *leaves)
-    return _product(spec, lhs, jax.tree.unflatten(tree, leaves), sizes, first_row)
+    rhs = without_gradient("ragged_dot", "rhs", rhs)
+    return _product(spec, *match_varying(lhs, rhs, sizes, first_row))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
-    args = quantize_args(spec, spec.recipe.fwd)
-    rows = quantize(lhs, **args)
-    rhs = rhs.T if isinstance(rhs, ScaledArray) else quantize_transposed(rhs, **args)
-    return gemm_as(spec, spec.out_dtype, rows, rhs, sizes, first_row)
+    rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
+    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), sizes, first_row)
 
 
 def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
@@ -178,10 +161,8 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -
         rows, lhs_residual = rows_and_ragged_columns(lhs, sizes, first_row, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    if spec.rhs_dtype is not None:
-        rhs = quantize(rhs, block=spec.recipe.rhs_block, with_transpose=True, **args)
-    rhs_residual = ScaledArray(rhs.values, rhs.scale, None, rhs.block)
-    out = gemm_as(spec, spec.out_dtype, rows, rhs.T, sizes, first_row)
+    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
+    out = gemm_as(spec, spec.out_dtype, rows, rhs_transposed, sizes, first_row)
     kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), (*kept, sizes, first_row)
 
@@ -200,11 +181,10 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
         return dlhs, None, None, None
     with jax.named_scope("drhs"):
         if columns is None:
-            drhs = _bf16_wgrad(lhs, dout, sizes, first_row)
+            drhs = _bf16_wgrad(lhs, dout, sizes, first_row).astype(spec.rhs_dtype)
         else:
-            dtype = kernel_dtype(spec.rhs_dtype)
-            drhs = grouped_wgrad(lhs, columns, sizes, dtype, spec.implementation)
-    return dlhs, drhs.astype(spec.rhs_dtype), None, None
+            drhs = wgrad_as(spec, spec.rhs_dtype, lhs, columns, sizes)
+    return dlhs, drhs, None, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
@@ -213,6 +193,12 @@ _product.defvjp(_product_fwd, _product_bwd)
 def gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
     """grouped_gemm with a result of any float dtype: f16 by way of f32."""
     out = grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), spec.implementation)
+    return out.astype(dtype)
+
+
+def wgrad_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes) -> jax.Array:
+    """grouped_wgrad with a result of any float dtype: f16 by way of f32."""
+    out = grouped_wgrad(lhs, rhs, sizes, kernel_dtype(dtype), spec.implementation)
     return out.astype(dtype)
 
 

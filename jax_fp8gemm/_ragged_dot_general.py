@@ -20,22 +20,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
-    kernel_dtype,
     make_spec,
     name_residual,
     quantize_args,
 )
 from jax_fp8gemm._primitive import match_varying, replicate
-from jax_fp8gemm._quantize import Implementation, quantize
+from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
-from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot
+from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._scaled_array import ScaledArray
+from jax_fp8gemm._scaled_array import check_unquantised
+from jax_fp8gemm._weights import both_ways
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -88,9 +87,9 @@ def ragged_dot_general(
     the names of CHECKPOINT_NAMES.
     """
     op = "ragged_dot_general"
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        _checks.check_array(op, name, x, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
-        _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+    check_unquantised(op, "lhs", lhs)
+    _checks.check_array(op, "rhs", rhs, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+    _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
@@ -169,7 +168,7 @@ def _first_row() -> jax.Array:
 def _contraction(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
-    return _wgrad_as(spec, lhs_columns, rhs_columns, sizes)
+    return wgrad_as(spec, spec.out_dtype, lhs_columns, rhs_columns, sizes)
 
 
 def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
@@ -177,27 +176,20 @@ def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
     rhs_rows, rhs = rows_and_ragged_columns(rhs, sizes, _first_row(), **args)
-    out = _wgrad_as(spec, lhs, rhs, sizes)
+    out = wgrad_as(spec, spec.out_dtype, lhs, rhs, sizes)
     kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
     return name_residual("out", out), (*kept, sizes)
 
 
 def _contraction_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes = residuals
-    args = quantize_args(spec, spec.recipe.bwd)
-    quantized = quantize(dout, block=spec.recipe.rhs_block, with_transpose=True, **args)
-    untransposed = ScaledArray(quantized.values, quantized.scale, None, quantized.block)
     # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
+    dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
     with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, untransposed, sizes, _first_row())
+        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, sizes, _first_row())
     with jax.named_scope("drhs"):
-        drhs = gemm_as(spec, spec.rhs_dtype, lhs, quantized.T, sizes, _first_row())
+        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, sizes, _first_row())
     return dlhs, drhs, None
 
 
 _contraction.defvjp(_contraction_fwd, _contraction_bwd)
-
-
-def _wgrad_as(spec: MatmulSpec, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array) -> jax.Array:
-    dtype = kernel_dtype(spec.out_dtype)
-    return grouped_wgrad(lhs, rhs, sizes, dtype, spec.implementation).astype(spec.out_dtype)

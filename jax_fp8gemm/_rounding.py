@@ -14,6 +14,8 @@ zeros and are not stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,17 @@ def quantize_blocks(x, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.A
     bits = jnp.where(is_nan, _NAN_VALUE, lax.bitcast_convert_type(values, jnp.uint8))
     values = lax.bitcast_convert_type(bits, values.dtype)
     return [values.reshape(padded.shape)[:m, :k], scale]
+
+
+def block_types(
+    m: int, k: int, block_m: int, e5m2: bool, batch: Sequence[int] = ()
+) -> list[jax.ShapeDtypeStruct]:
+    """Types of what quantize_blocks returns for (m, k), with the dimensions of a batch in front."""
+    scale_shape = _checks.scale_shape((m, k), (block_m, _BLOCK))
+    return [
+        jax.ShapeDtypeStruct((*batch, m, k), fp8_dtype(e5m2)),
+        jax.ShapeDtypeStruct((*batch, *scale_shape), jnp.float32),
+    ]
 
 
 def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:

@@ -114,6 +114,17 @@ def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
     return jnp.repeat(scale, _checks.SCALE_BLOCK, axis=-1)[..., :c]
 
 
+def check_unquantised(op: str, name: str, x: Any) -> None:
+    """TypeError unless `x` is an array of floats, which the op itself quantises."""
+    if isinstance(x, ScaledArray):
+        raise TypeError(
+            f"{op}: {name} must be an array; got a ScaledArray {_checks.short_type(x)}. "
+            f"{op} quantises {name} itself: pass the array from before quantize."
+        )
+    _checks.check_array(op, name, x)
+    _checks.check_dtype(op, name, x, _checks.FLOAT_DTYPES)
+
+
 def check_scaled_array(op: str, name: str, x: Any) -> None:
     """Raises with a sentence where `x` breaks the invariants of a ScaledArray."""
     if not isinstance(x, ScaledArray):

@@ -24,13 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
-from jax_fp8gemm._quantize_ragged import call_kernel
-from jax_fp8gemm._rounding import fp8_dtype, quantize_blocks
+from jax_fp8gemm._quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._scaled_array import ScaledArray
 
-_BLOCK = _checks.SCALE_BLOCK
 _INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # what a product returns
 
 
@@ -113,26 +111,12 @@ def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
     expected = _checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
     if dh and _checks.short_type(dh[0]) != expected:
         raise ValueError(f"{op}: dh must be {expected}; got {_checks.short_type(dh[0])}")
-    n = n if dh else n // 2
-    t = _groups.ragged_extent(m, group_sizes.shape[0])
-    values = lambda *shape: jax.ShapeDtypeStruct(shape, fp8_dtype(e5m2))
-    scale = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    rows = [values(m, n), scale(m, _checks.num_blocks(n))]
-    columns = [values(n, t), scale(n, t // _BLOCK)]
-    return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
+    return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
 
 
-def _reference(activation: Callable[..., jax.Array], *operands, mode: str, **params):
-    *operands, group_sizes, first_row = operands
-    x = activation(*operands)
-    rows = columns = []
-    if mode != "column":
-        rows = quantize_blocks(x, 1, **params)
-    if mode != "row":
-        source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
-        x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m
-        columns = quantize_blocks(x_and_zeros[source].T, 1, **params)
-    return [*rows, *columns]
+def _reference(activation: Callable[..., jax.Array], *operands, **params):
+    *arrays, group_sizes, first_row = operands
+    return reference(activation(*arrays), group_sizes, first_row, **params)
 
 
 def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *operands, **params):
@@ -143,22 +127,11 @@ def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *o
     return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
 
 
-def _batch_rule(primitive: Callable[[], Callable[..., Any]]):
-    """One batch element after another: each has groups of its own."""
-
-    def rule(operands, dims, **params):
-        results = map_batch(lambda *xs: primitive()(*xs, **params), operands, dims)
-        return results, [0] * len(results)
-
-    return rule
-
-
 swiglu_quantize_p = define_primitive(
     _ffi.SWIGLU_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, swiglu),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
-    batch_rule=_batch_rule(lambda: swiglu_quantize_p),
     dce_rule=keep_used_axes,
 )
 
@@ -167,6 +140,5 @@ swiglu_grad_quantize_p = define_primitive(
     shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
     reference=partial(_reference, _swiglu_grad),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
-    batch_rule=_batch_rule(lambda: swiglu_grad_quantize_p),
     dce_rule=keep_used_axes,
 )

@@ -20,7 +20,8 @@ from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._route import Scoring
 from jax_fp8gemm._route import route as route
-from jax_fp8gemm._scaled_array import ScaledArray
+from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._weights import check_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -56,10 +57,9 @@ def moe_layer(
     Raises: as the functions of this module.
     """
     op = "moe_layer"
-    _checks.check_array(op, "x", x)
+    check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
-    if not isinstance(w_gate_up, ScaledArray):
-        _checks.check_array(op, "w_gate_up", w_gate_up, hint=" Or pass a ScaledArray.")
+    check_weights(op, "w_gate_up", w_gate_up)
     _checks.check_ndim(op, "w_gate_up", w_gate_up, 3, "(num_experts, d, 2 f)")
     num_experts = w_gate_up.shape[0]
     if isinstance(router, tuple | list):

@@ -3,8 +3,12 @@
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
+import jax
 import pytest
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU does")
 
 
 @contextlib.contextmanager
@@ -12,6 +16,12 @@ def raises(error: type[Exception], match: str) -> Iterator[None]:
     """As pytest.raises, with jaxtyping's checks off: users do not have them."""
     with _without_annotation_checks(), pytest.raises(error, match=match):
         yield
+
+
+def raises_without_kernel(op: str) -> AbstractContextManager[None]:
+    """`raises` for implementation="cuda" on a CPU."""
+    message = f"{op}: implementation='cuda' cannot be used; got: lowering for cpu"
+    return raises(RuntimeError, match=message)
 
 
 @contextlib.contextmanager

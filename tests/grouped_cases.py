@@ -27,6 +27,18 @@ def int32(sizes):
     return jnp.asarray(np.asarray(sizes, np.int64).astype(np.int32))
 
 
+# group_sizes that no op takes: arguments, error, message.
+BAD_SIZES = [
+    (dict(group_sizes=[1, 2, 3]), TypeError, "group_sizes must be an array; got list"),
+    (dict(group_sizes=jnp.ones(3)), TypeError, r"group_sizes must be s32 or s64; .*f32\[3\]"),
+    (
+        dict(group_sizes=int32([[1, 2, 3]])),
+        ValueError,
+        r"group_sizes must be \(g,\); got group_sizes s32\[1,3\]",
+    ),
+]
+
+
 def any_sizes(g, m):
     """Lists of g sizes, some of which no caller should pass."""
     size = st.integers(-1, m) | st.integers(-(2**31), 2**31 - 1)

@@ -10,29 +10,13 @@ import reference
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.lax import RaggedDotDimensionNumbers
+from matmul_cases import assert_close, random
 
-from jax_fp8gemm import DEEPSEEK_V3, HYBRID, Recipe, _checks, ragged_dot, ragged_dot_general
+from jax_fp8gemm import DEEPSEEK_V3, ragged_dot, ragged_dot_general
 
-# f32 sums, then the rounding to the dtype; relative to the largest entry.
-TOLERANCE = {jnp.float32: 3e-6, jnp.bfloat16: 2**-8, jnp.float16: 2**-10}
 M, N, K = 300, 136, 260  # all ragged
 SIZES = (70, 0, 130, 40)  # an empty group; 60 rows of no group
 G, TOTAL = len(SIZES), sum(SIZES)
-
-# Each recipe, and what it means to the functions of reference.py.
-RECIPES = {
-    "deepseek_v3": (DEEPSEEK_V3, {}),
-    "hybrid": (HYBRID, dict(bwd=jnp.float8_e5m2)),
-    "pow2": (Recipe(pow2_scale=True), dict(pow2=True)),
-    "wgrad_bf16": (Recipe(wgrad="bf16"), dict(fp8_drhs=False)),
-    "e5m2": (Recipe(fwd="e5m2", bwd="e5m2"), dict(fwd=jnp.float8_e5m2, bwd=jnp.float8_e5m2)),
-}
-
-
-def assert_close(x, expected, dtype):
-    assert x.dtype == dtype and x.shape == expected.shape
-    bound = TOLERANCE[dtype] * np.abs(expected).max(initial=0)
-    np.testing.assert_allclose(np.asarray(x, np.float64), expected, rtol=0, atol=bound)
 
 
 def assert_all_close(found, expected, dtype=jnp.float32):
@@ -43,11 +27,6 @@ def assert_all_close(found, expected, dtype=jnp.float32):
 def assert_all_same_bits(found, expected):
     for x, y in zip(found, expected, strict=True):
         reference.assert_same_bits(x, y)
-
-
-@functools.cache
-def random(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def int32(sizes):
@@ -122,19 +101,6 @@ def _equations(jaxpr):
         for inner in jaxprs_in_params(eqn.params):
             found += _equations(inner)
     return found
-
-
-def saved_residuals(function, *args):
-    """Types of the floats that jax.vjp keeps, arguments aside."""
-    types = []
-
-    def trace(*args):
-        _, pullback = jax.vjp(function, *args)
-        leaves = [x for x in jax.tree.leaves(pullback) if hasattr(x, "shape")]
-        types.extend(_checks.short_type(x) for x in leaves if all(x is not arg for arg in args))
-
-    jax.eval_shape(trace, *args)
-    return sorted(t for t in types if not t.startswith("s32"))
 
 
 def mesh(axis_type):

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,8 @@ def test_summary_has_means_and_the_worst_row():
 
 
 @pytest.mark.parametrize("family", ["dense", "wgrad", "quantize"])
-def test_families_run_and_write_the_schema(family, tmp_path, capsys):
+def test_families_run_and_write_the_schema(family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)  # absent, also where it is installed
     shape = Shape(128, None if family == "quantize" else 128, 256)
     file = tmp_path / "rows.json"
     options = _run.Options(family, fake_time(4.0), ("xla", "deepgemm"), [file])
@@ -218,6 +220,11 @@ def test_refuses_options_that_would_do_nothing(capsys):
         with pytest.raises(SystemExit):
             bench.main(arguments)
         assert "has fixed sizes; got --shape or --sustained" in capsys.readouterr().err
+    for family in ("wgrad", "ragged-wgrad", "quantize"):
+        with pytest.raises(SystemExit):
+            bench.main([family, "--rows", "small"])
+        message = f"--rows must leave {family} a row to measure; got small"
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_fp8gemm import BF16, HYBRID, dot_general, matmul
+from jax_fp8gemm import BF16, HYBRID, dot_general, matmul, quantize
 
 needs_flax = pytest.mark.skipif(not importlib.util.find_spec("flax"), reason="flax not installed")
 
@@ -182,6 +182,13 @@ def test_nnx_linear_general():
             (((1,), (0,)), ((), ())),
             TypeError,
             r"lhs must be bf16, f16 or f32; got lhs s8\[2,3\]",
+        ),
+        (
+            jnp.ones((2, 3)),
+            quantize(jnp.ones((3, 5)), block=(128, 128)),
+            (((1,), (0,)), ((), ())),
+            TypeError,
+            r"rhs must be an array; got a ScaledArray f8e4m3fn\[3,5\]. dot_general quantises rhs",
         ),
     ],
 )

@@ -204,6 +204,7 @@ BAD_LAYERS = [
     ((X, LOGITS2, UP[0], DOWN), dict(top_k=2), ValueError, r"w_gate_up must be \(num_experts, d"),
     ((X, LOGITS2, [UP], DOWN), dict(top_k=2), TypeError, "w_gate_up must be an array; got list"),
     ((1.0, LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "x must be an array; got float"),
+    ((quantize(X), LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "moe_layer quantises x itself: "),
 ]  # fmt: skip
 
 

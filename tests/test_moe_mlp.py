@@ -170,6 +170,7 @@ SHARE = r"must share g, d and f; got x f32\[2,3\], w_gate_up f32\["
 BAD_CALLS = [
     ((X[None], UP, DOWN, ONES), {}, ValueError, r"x must be \(m, d\); got x f32\[1,2,3\]. Fold"),
     ((X.astype(int), UP, DOWN, ONES), {}, TypeError, "x must be bf16, f16 or f32; got x s32"),
+    ((quantize(X), UP, DOWN, ONES), {}, TypeError, "ScaledArray .* moe_mlp quantises x itself"),
     ((X, UP[0], DOWN, ONES), {}, ValueError, r"w_gate_up must be \(g, d, 2 f\); got"),
     ((X, UP, DOWN[0], ONES), {}, ValueError, r"w_down must be \(g, f, d\); got w_down f32\[5,3"),
     ((X, UP[:, 1:], DOWN, ONES), {}, ValueError, SHARE + r"4,2,10\], w_down f32\[4,5,3\]"),
@@ -178,7 +179,7 @@ BAD_CALLS = [
     ((X, UP, DOWN[..., 1:], ONES), {}, ValueError, SHARE),
     ((X, UP, 1.0, ONES), {}, TypeError, "w_down must be an array; got float. Or pass a ScaledArr"),
     ((X, UP.astype(jnp.float8_e5m2), DOWN, ONES), {}, TypeError, "w_gate_up must be bf16.*Scaled"),
-    ((X, quantize(UP), DOWN, ONES), {}, ValueError, r"w_gate_up.block must be \(128, 128\); got"),
+    ((X, quantize(UP), DOWN, ONES), {}, ValueError, r"w_gate_up.block must be \(128, 128\), wh"),
     ((X, UP, DOWN, ONES[1:]), {}, ValueError, r"one size for each of the 4 experts; got .* s32\[3"),
     ((X, UP, DOWN, ONES.astype(float)), {}, TypeError, "group_sizes must be s32 or s64; got"),
     ((X, UP, DOWN, [1] * 4), {}, TypeError, "group_sizes must be an array; got list"),

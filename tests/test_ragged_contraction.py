@@ -11,8 +11,8 @@ import reference
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matmul_cases import RECIPES, assert_close, saved_residuals
 from ragged_cases import (
-    RECIPES,
     SIZES,
     TOTAL,
     G,
@@ -21,13 +21,11 @@ from ragged_cases import (
     N,
     assert_all_close,
     assert_all_same_bits,
-    assert_close,
     contraction,
     contraction_problem,
     equations,
     int32,
     mesh,
-    saved_residuals,
 )
 
 from jax_fp8gemm import BF16, CHECKPOINT_NAMES, DEEPSEEK_V3

@@ -139,6 +139,9 @@ BAD_CALLS = [
     (LHS, DOUT, GROUPS[None], CONTRACTION, {}, ValueError, r"group_sizes must be \(g,\); got"),
     (LHS, DOUT, [1, 2], CONTRACTION, {}, TypeError, "group_sizes must be an array; got list"),
     (LHS, DOUT.astype(int), GROUPS, CONTRACTION, {}, TypeError, r"rhs must be bf16.*s32\[8,5\]"),
+    (quantize(LHS), RHS, GROUPS, ROWS, {}, TypeError,
+     r"lhs must be an array; got a ScaledArray f8e4m3fn\[8,3\]. ragged_dot_general quantises lhs "
+     "itself: pass the array from before quantize."),
     (LHS, quantize(RHS, block=(128, 128)), GROUPS, ROWS, {}, TypeError,
      r"rhs must be an array; .* ScaledArray goes into jax_fp8gemm.ragged_dot"),
     (LHS, RHS, GROUPS, ROWS, dict(precision="fp8"), ValueError, "precision must be .*; got 'fp8'"),

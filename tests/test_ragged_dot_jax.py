@@ -10,6 +10,7 @@ import reference
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matmul_cases import assert_close, random, saved_residuals
 from ragged_cases import (
     SIZES,
     G,
@@ -17,14 +18,11 @@ from ragged_cases import (
     M,
     N,
     assert_all_close,
-    assert_close,
     equations,
     int32,
     jitted,
     mesh,
     problem,
-    random,
-    saved_residuals,
     truth,
     vjp,
 )

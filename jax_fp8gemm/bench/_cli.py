@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rows",
         choices=("small", "large", "all"),
         default="all",
-        help="default rows with m <= 512, m >= 1024, or all",
+        help="default rows with m <= 512, m >= 1024, or all; ragged, masked: by E",
     )
     tile = "tile config to force, as the table prints it, or 'all'; may be repeated"
     add("--tile", action="append", default=[], help=tile)
@@ -116,7 +116,11 @@ def _shapes(arguments: argparse.Namespace) -> Sequence[Shape]:
         return []
     if arguments.shape:
         return [parse_shape(text, family) for text in arguments.shape]
-    return default_shapes(family, arguments.rows, arguments.sustained)
+    shapes = default_shapes(family, arguments.rows, arguments.sustained)
+    if not shapes:
+        name, rows = arguments.family, arguments.rows
+        raise ValueError(f"bench: --rows must leave {name} a row to measure; got {rows}")
+    return shapes
 
 
 def _peers(arguments: argparse.Namespace) -> Sequence[str]:
