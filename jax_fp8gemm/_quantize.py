@@ -188,11 +188,9 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
 
 
 def _batch_rule(operands, dims, *, mode: str, **params):
-    """Square blocks take a batch as it is. Others fold it into m where no scale block then spans two
-    elements; else one by one.
-    """
+    """Folds the batch into m where no scale block then spans two elements; else one by one."""
     x = jnp.moveaxis(operands[0], dims[0], 0)
-    if mode in _SQUARE:
+    if mode in _SQUARE:  # whose kernel takes a batch as it is
         matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         results = quantize_p(matrices, mode=mode, **params)
         return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
