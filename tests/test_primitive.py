@@ -1,4 +1,4 @@
-"""What holds for every primitive: which implementation is lowered, and operands on a mesh."""
+"""Which implementation of a primitive is lowered, and how it is called."""
 
 import functools
 import math
@@ -7,12 +7,8 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import reference
 from errors import on_cpu, raises, raises_without_kernel
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jax_fp8gemm import (
     FallbackWarning,
@@ -20,7 +16,6 @@ from jax_fp8gemm import (
     ScaledArray,
     _ffi,
     _primitive,
-    dot_general,
     matmul,
     quantize,
     quantize_both,
@@ -28,9 +23,6 @@ from jax_fp8gemm import (
 )
 
 M, N, K = 256, 384, 512
-
-
-# Which implementation is lowered
 
 
 def cuda_text(function, *args):
@@ -203,185 +195,3 @@ def test_gpu_without_the_kernels_falls_back_when_lowering(monkeypatch):
         assert custom_calls(cuda_text(quantize, struct(3, 77))) == []
     with raises(RuntimeError, match="implementation='cuda' cannot be used; got: needs an sm90a"):
         cuda_text(functools.partial(quantize, implementation="cuda"), struct(3, 77))
-
-
-# Operands on a mesh
-
-
-def mesh(*axis_types, shape=None):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
-    shape = shape or (4,)
-    return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=axis_types)
-
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-
-
-@functools.cache
-def operands():
-    rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (K, N)))
-
-
-def loss(lhs, rhs):
-    return (matmul(lhs, rhs) ** 2).sum()
-
-
-def value_and_gradients(lhs, rhs, **kwargs):
-    """(dlhs, drhs) of `loss`, and the product."""
-
-    def loss_and_out(lhs, rhs):
-        out = matmul(lhs, rhs, **kwargs)
-        return (out**2).sum(), out
-
-    return jax.jit(jax.grad(loss_and_out, (0, 1), has_aux=True))(lhs, rhs)
-
-
-@functools.cache
-def unsharded():
-    gradients, out = value_and_gradients(*operands())
-    return out, *gradients
-
-
-def assert_equal(found, expected):
-    assert reference.calc_diff(found, expected) < 1e-9
-
-
-SPECS = {
-    "m": (P("x"), P(), None),
-    "k": (P(None, "x"), P("x"), P("x")),
-    "n": (P(), P(None, "x"), None),
-    "m and k": (P("x"), P("x"), None),
-    "m and n": (P("x"), P(None, "x"), P("x")),
-}
-
-
-@pytest.mark.parametrize("lhs_spec, rhs_spec, out_spec", SPECS.values(), ids=SPECS.keys())
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_sharded_operands_give_the_unsharded_result(axis_type, lhs_spec, rhs_spec, out_spec):
-    on = mesh(axis_type)
-    specs = zip(operands(), (lhs_spec, rhs_spec), strict=True)
-    lhs, rhs = (jax.device_put(x, NamedSharding(on, spec)) for x, spec in specs)
-    needs_spec = axis_type == EXPLICIT and out_spec is not None
-    kwargs = dict(out_sharding=NamedSharding(on, out_spec)) if needs_spec else {}
-    gradients, out = value_and_gradients(lhs, rhs, **kwargs)
-    expected_out, *expected_gradients = unsharded()
-    assert_equal(out, expected_out)
-    for x, expected, operand in zip(gradients, expected_gradients, (lhs, rhs), strict=True):
-        assert_equal(x, expected)
-        assert jax.typeof(x).sharding.spec == jax.typeof(operand).sharding.spec
-
-
-@pytest.mark.parametrize("lhs_spec", [P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))])
-def test_eager_calls_on_explicit_arrays(lhs_spec):
-    on = mesh(EXPLICIT, EXPLICIT, shape=(2, 2))
-    lhs, rhs = operands()
-    lhs = jax.device_put(lhs, NamedSharding(on, lhs_spec))
-    with jax.set_mesh(on):
-        assert_equal(matmul(lhs, rhs, out_sharding=P()), unsharded()[0])
-    for kwargs in (dict(), dict(axis=-2), dict(block=(128, 128), with_transpose=True)):
-        sharded, plain = (quantize(x, **kwargs) for x in (lhs, operands()[0]))
-        jax.tree.map(reference.assert_same_bits, sharded, plain)
-        assert_equal(sharded.dequantize(), plain.dequantize())
-
-
-def test_result_is_sharded_as_that_of_jnp_matmul():
-    on = mesh(EXPLICIT, EXPLICIT, shape=(2, 2))
-    lhs, rhs = operands()
-    lhs = jax.device_put(lhs, NamedSharding(on, P("x")))
-    rhs = jax.device_put(rhs, NamedSharding(on, P(None, "y")))
-    out = matmul(lhs, rhs)
-    assert out.sharding == jnp.matmul(lhs, rhs).sharding
-    assert_equal(out, unsharded()[0])
-    dims = (((1,), (0,)), ((), ()))
-    assert dot_general(lhs, rhs, dims).sharding == out.sharding
-
-
-def test_sharded_k_needs_an_out_sharding_as_in_lax():
-    lhs, rhs = operands()
-    lhs = jax.device_put(lhs, NamedSharding(mesh(EXPLICIT), P(None, "x")))
-    rhs = jax.device_put(rhs, NamedSharding(mesh(EXPLICIT), P("x")))
-    with pytest.raises(Exception, match="out_sharding"):
-        matmul(lhs, rhs)
-
-
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
-def test_vmap_over_a_sharded_batch(in_axes):
-    lhs, rhs = operands()
-    on = mesh(EXPLICIT)
-    place = lambda x: jax.device_put(jnp.stack([x] * 4), NamedSharding(on, P("x")))
-    args = [x if d is None else place(x) for x, d in zip((lhs, rhs), in_axes, strict=True)]
-    out = np.asarray(jax.jit(jax.vmap(matmul, in_axes))(*args))
-    for element in out:
-        assert_equal(element, unsharded()[0])
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_inside_shard_map(axis_type, check_vma):
-    lhs, rhs = operands()
-    sharded = jax.shard_map(
-        matmul,
-        mesh=mesh(axis_type),
-        in_specs=(P("x"), P()),
-        out_specs=P("x"),
-        check_vma=check_vma,
-    )
-    lhs = jax.device_put(lhs, NamedSharding(mesh(axis_type), P("x")))
-    rhs = jax.device_put(rhs, NamedSharding(mesh(axis_type), P()))
-    assert_equal(jax.jit(sharded)(lhs, rhs), unsharded()[0])
-
-
-def test_cotangents_of_an_unvarying_rhs_are_summed():
-    lhs, rhs = operands()
-    rows = 2 * 128  # of lhs in each shard: whole scale blocks, so sharding moves no rounding
-    on = mesh(AUTO, shape=(4,))
-    lhs = jnp.concatenate([lhs] * (4 * rows // M))
-    gradients = jax.shard_map(
-        lambda l, r: jax.grad(loss, (0, 1))(l, r),
-        mesh=on,
-        in_specs=(P("x"), P()),
-        out_specs=(P("x"), P()),
-    )
-    expected = jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
-    for x, y in zip(jax.jit(gradients)(lhs, rhs), expected, strict=True):
-        assert_equal(x, y)
-
-
-def test_a_forgotten_psum_is_caught():
-    contract = jax.shard_map(
-        matmul, mesh=mesh(AUTO), in_specs=(P(None, "x"), P("x")), out_specs=P()
-    )
-    with pytest.raises(ValueError, match="out_specs"):
-        contract(*operands())
-
-
-def test_sharded_k_with_a_psum_inside_shard_map():
-    contract = jax.shard_map(
-        lambda l, r: jax.lax.psum(matmul(l, r), "x"),
-        mesh=mesh(AUTO),
-        in_specs=(P(None, "x"), P("x")),
-        out_specs=P(),
-    )
-    assert_equal(jax.jit(contract)(*operands()), unsharded()[0])
-
-
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_partial_manual_shard_map(axis_type):
-    on = mesh(axis_type, axis_type, shape=(2, 2))
-    lhs, rhs = operands()
-    lhs = jax.device_put(lhs, NamedSharding(on, P("x")))
-    rhs = jax.device_put(rhs, NamedSharding(on, P(None, "y")))
-    rows = jax.shard_map(
-        matmul, mesh=on, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
-    )
-    assert_equal(jax.jit(rows)(lhs, rhs), unsharded()[0])
-
-
-def test_shard_map_lowers_to_the_kernels():
-    lhs, rhs = operands()
-    rows = jax.shard_map(matmul, mesh=mesh(AUTO), in_specs=(P("x"), P()), out_specs=P("x"))
-    calls = custom_calls(cuda_text(rows, lhs, rhs))
-    assert len(calls) == 3
-    assert f"tensor<{M // 4}x{K}xf8E4M3FN>" in calls[2][2]
