@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
 from jax_fp8gemm._gemm import OUT_DTYPES, reference
-from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
+from jax_fp8gemm._primitive import constant_like, define_primitive
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 
@@ -168,15 +168,9 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     return [out]
 
 
-def _batch_rule(operands, dims, **params):
-    """One batch element after another: each has groups of its own."""
-    return map_batch(lambda *xs: grouped_gemm_p(*xs, **params), operands, dims), [0]
-
-
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
-    batch_rule=_batch_rule,
 )
