@@ -64,8 +64,8 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
 // How often Configure was called.
 uint64_t JitGeneration();
 
-// The same by the config that `name` spells out. Kernels that this thread got lately cost neither
-// the name nor a lock, 0.5 us on the way of every call.
+// The same by the config that `name` spells out. Kernels that this thread got lately cost neither a
+// lock nor the name, which takes 0.3 us.
 template <typename Config>
 ffi::ErrorOr<CUkernel> GetKernel(const Config& config, std::string (*name)(const Config&),
                                  int dynamic_smem_bytes) {

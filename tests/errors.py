@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 import jax
 import pytest
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU does")
+on_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="only where the kernels cannot run does cuda raise"
+)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import reference
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
@@ -101,10 +100,3 @@ def _equations(jaxpr):
         for inner in jaxprs_in_params(eqn.params):
             found += _equations(inner)
     return found
-
-
-def mesh(axis_type):
-    # conftest makes four CPU devices: this skips only on a machine of fewer GPUs.
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
-    return jax.make_mesh((4,), ("x",), axis_types=(axis_type,))

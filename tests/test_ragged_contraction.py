@@ -12,6 +12,7 @@ from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matmul_cases import RECIPES, assert_close, saved_residuals
+from meshes import mesh
 from ragged_cases import (
     SIZES,
     TOTAL,
@@ -25,7 +26,6 @@ from ragged_cases import (
     contraction_problem,
     equations,
     int32,
-    mesh,
 )
 
 from jax_fp8gemm import BF16, CHECKPOINT_NAMES, DEEPSEEK_V3

@@ -11,6 +11,7 @@ from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matmul_cases import assert_close, random, saved_residuals
+from meshes import mesh
 from ragged_cases import (
     SIZES,
     G,
@@ -21,7 +22,6 @@ from ragged_cases import (
     equations,
     int32,
     jitted,
-    mesh,
     problem,
     truth,
     vjp,

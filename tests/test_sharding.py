@@ -9,17 +9,10 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh
 from test_primitive import K, M, N, cuda_text, custom_calls
 
 from jax_fp8gemm import dot_general, matmul, quantize
-
-
-def mesh(*axis_types, shape=None):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
-    shape = shape or (4,)
-    return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=axis_types)
-
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 

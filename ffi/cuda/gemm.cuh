@@ -30,7 +30,8 @@
 //
 // Limits: k % 16 == 0 and n % 8 == 0 (TMA strides); m, n, k >= 1. The loads fill what lies outside
 // with zeros, the stores clip it. The translation unit defines Config, JAX_FP8GEMM_KERNEL (a name),
-// JAX_FP8GEMM_LHS_TYPE, JAX_FP8GEMM_RHS_TYPE and JAX_FP8GEMM_SMEM_BYTES, see gemm.cc.
+// JAX_FP8GEMM_LHS_TYPE, JAX_FP8GEMM_RHS_TYPE and JAX_FP8GEMM_SMEM_BYTES, see
+// gemm_config.cc.
 // Sources: PTX ISA wgmma.mma_async, cp.async.bulk.tensor, mbarrier, setmaxnreg.
 #pragma once
 

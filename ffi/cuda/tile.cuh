@@ -7,7 +7,7 @@
 
 namespace jax_fp8gemm {
 
-// Mirrors GemmParams in gemm.cc.
+// Mirrors GemmParams in gemm_launch.h.
 struct GemmParams {
   TensorMap lhs, rhs;
   TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
