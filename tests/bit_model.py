@@ -3,7 +3,7 @@
 A result element is a chain over the k-blocks of 128, ascending:
     promoted = fma(lhs_scale * rhs_scale, accum_block, promoted)        f32, promoted starts at +0
 or, with a rhs scale of its own for every column (1d1d),
-    promoted = fma(rhs_scale, lhs_scale * accum_block, promoted)
+    promoted = fma(rhs_scale, lhs_scale * accum_block + 0, promoted)    the 0 turns -0 into +0
 accum_block is what the tensor core leaves after four k32 steps. One step, as fitted to an H200 on
 e4m3 operands (12 seeds of normal, mixed-magnitude and cancelling data, no bit missed):
   1. terms are the 32 products and the accumulator, all exact;
@@ -155,6 +155,7 @@ def gemm_elements(
     rows: ArrayLike,
     cols: ArrayLike,
     *,
+    is_1d1d: bool | None = None,
     accum: ArrayLike | None = None,
     rule: Rule | None = None,
 ) -> NDArray[np.float32]:
@@ -164,15 +165,17 @@ def gemm_elements(
       lhs, rhs: (m, k) and (n, k) FP8.
       lhs_scale: (m, kb) f32. rhs_scale: (nb, kb) f32 (1d2d) or (n, kb) (1d1d).
       rows, cols: (elements,) indices.
+      is_1d1d: by default what the shape of rhs_scale says; for n = 1 it says nothing.
       accum: (elements,) f32 that the result is added to.
       rule: by default the one in RULES for the formats of lhs and rhs.
     """
     lhs, lhs_scale, rhs, rhs_scale = map(np.asarray, (lhs, lhs_scale, rhs, rhs_scale))
     rows, cols = np.asarray(rows), np.asarray(cols)
     rule = rule or RULES[lhs.dtype, rhs.dtype]
-    if rhs.shape[0] == 1:
-        raise ValueError("bit_model: n must be above 1, or rhs_scale does not tell 1d1d from 1d2d")
-    is_1d1d = rhs_scale.shape[0] == rhs.shape[0]
+    if is_1d1d is None:
+        if rhs.shape[0] == 1:
+            raise ValueError("bit_model: is_1d1d must be given for n = 1; got None")
+        is_1d1d = rhs_scale.shape[0] == rhs.shape[0]
     scale_rows = cols if is_1d1d else cols // SCALE_BLOCK
     out = np.empty(rows.shape, np.float32)
     chunk = max(1, _CHUNK_ELEMS // max(1, lhs.shape[1]))
@@ -182,7 +185,7 @@ def gemm_elements(
         lhs_scales, rhs_scales = lhs_scale[rows[span]], rhs_scale[scale_rows[span]]
         with np.errstate(over="ignore", under="ignore"):
             if is_1d1d:
-                out[span] = promote(rhs_scales, lhs_scales * accums)
+                out[span] = promote(rhs_scales, lhs_scales * accums + np.float32(0))
             else:
                 out[span] = promote(lhs_scales * rhs_scales, accums)
     return out if accum is None else np.asarray(accum, np.float32) + out

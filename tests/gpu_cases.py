@@ -87,7 +87,11 @@ def assert_same(actual: jax.Array, expected: jax.Array, what: str = "") -> None:
 # Tile configs
 
 # For pytest.mark.parametrize: every config that the heuristic can pick, in each family.
-FAMILY_CONFIGS = [(name, config) for name in FAMILIES for config in _tile_config.CONFIGS]
+FAMILY_CONFIGS = [
+    (name, config)
+    for name in FAMILIES
+    for config in _tile_config.configs(is_1d1d=name == "1d1d", out_f32=True)
+]
 
 
 def precompile() -> None:
@@ -143,7 +147,9 @@ def assert_model_predicts(out, lhs, rhs, *, accum=None, num_samples=512, seed=0,
     rows = np.concatenate([rng.integers(0, m, num_samples), [0, 0, m - 1, m - 1]])
     cols = np.concatenate([rng.integers(0, n, num_samples), [0, n - 1, 0, n - 1]])
     accum = None if accum is None else np.asarray(accum)[rows, cols]
-    predicted = bit_model.gemm_elements(*on_host(lhs), *on_host(rhs), rows, cols, accum=accum)
+    predicted = bit_model.gemm_elements(
+        *on_host(lhs), *on_host(rhs), rows, cols, is_1d1d=rhs.block == ROWS, accum=accum
+    )
     reference.assert_same_bits(np.asarray(out)[rows, cols], predicted, what)
 
 
