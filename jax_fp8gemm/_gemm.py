@@ -165,7 +165,10 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
 
 
 def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
-    """Folds a batched lhs into m, a batched rhs into n; one by one where both (or accum) are."""
+    """Folds a batched lhs into m, a batched rhs into n.
+
+    One by one where both (or accum) are, and where a block of 128 columns would span two elements.
+    """
     lhs_batched = any(d is not None for d in dims[:2])
     rhs_batched = any(d is not None for d in dims[2:4])
     front = lambda i, size: (
@@ -174,22 +177,20 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
         else jnp.moveaxis(operands[i], dims[i], 0)
     )
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    if lhs_batched and rhs_batched or not (lhs_batched or rhs_batched):
+    n = operands[2].shape[1 if dims[2] == 0 else 0]
+    if lhs_batched == rhs_batched or (rhs_batched and not is_1d1d and n % _BLOCK):
         call = lambda *xs: gemm_p(*xs, is_1d1d=is_1d1d, **params)
         return map_batch(call, operands, dims), [0]
     operands_front = [front(i, size) for i in ((0, 1) if lhs_batched else (2, 3))]
     accum = [front(4, size)] if len(operands) == 5 else []
     fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
     if lhs_batched:
-        m, n = operands_front[0].shape[1], operands[2].shape[0]
+        m = operands_front[0].shape[1]
         lhs = map(fold, operands_front)
         (out,) = gemm_p(*lhs, *operands[2:4], *map(fold, accum), is_1d1d=is_1d1d, **params)
         return [out.reshape(size, m, n)], [0]
     values, scale = operands_front
-    m, n = operands[0].shape[0], values.shape[1]
-    if not is_1d1d and n % _BLOCK:
-        # A 128x128 block would span two elements: give every row its block's scale.
-        scale, is_1d1d = jnp.repeat(scale, _BLOCK, axis=1)[:, :n], True
+    m = operands[0].shape[0]
     accum = [jnp.moveaxis(x, 0, 1).reshape(m, size * n) for x in accum]
     (out,) = gemm_p(*operands[:2], fold(values), fold(scale), *accum, is_1d1d=is_1d1d, **params)
     return [out.reshape(m, size, n)], [1]
