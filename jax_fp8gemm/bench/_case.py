@@ -36,7 +36,8 @@ def gemm_call(
 ) -> Call:
     """The jitted product of `operands`; with `total`, accumulated into it in place."""
     if total is None:
-        plain = jax.jit(multiply)
+        # A function of its own: jit would take what it compiled for `multiply` with another tile.
+        plain = jax.jit(lambda *operands: multiply(*operands))
         return Call(lambda: plain(*operands), jax_queue(), GEMM_KERNEL)
     add = jax.jit(lambda c, *operands: multiply(*operands, accumulate_into=c), donate_argnums=0)
     totals = [total]

@@ -35,7 +35,10 @@ def _with_tile(case: Case, tile: TileConfig) -> Case:
     def build() -> Call:
         with _tile_config.override(tile):
             call = case.build()
-            jax.block_until_ready(call.run())  # lowers, while the override holds
+            # Lowers while the override holds; the second time for the results that an accumulating
+            # product is then given as operands.
+            for _ in range(2):
+                jax.block_until_ready(call.run())
         return call
 
     return dataclasses.replace(case, config=tile_text(tile), build=build)
