@@ -135,7 +135,10 @@ nb::dict CompileGemm(const nb::dict& config) {
       {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
       {"grouping", &GemmConfig::grouping},     {"num_sms", &GemmConfig::num_sms},
   };
-  return Compile(GemmSource(ParseConfig<GemmConfig>(config, kFields)));
+  const auto gemm_config = ParseConfig<GemmConfig>(config, kFields);
+  const ffi::Error error = CheckGemmConfig(gemm_config);
+  if (error.failure()) throw nb::value_error(error.message().c_str());
+  return Compile(GemmSource(gemm_config));
 }
 
 nb::dict CompileQuantize(const nb::dict& config) {

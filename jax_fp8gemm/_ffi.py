@@ -219,6 +219,7 @@ def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
     Needs NVRTC, but no GPU.
 
     Raises:
+      ValueError: no kernel can have this config.
       RuntimeError: no NVRTC, or the kernel does not compile; carries NVRTC's log.
     """
     ext = _require_ext()
