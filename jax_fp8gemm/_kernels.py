@@ -13,30 +13,32 @@ import numpy as np
 from jax_fp8gemm import _tile_config
 
 _OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
-_ROWS, _CONTRACTION = _tile_config.GROUPED_ROWS, _tile_config.GROUPED_CONTRACTION
-# grouping, tile configs, values of is_1d1d, results
+# grouping, is_1d1d, results
 _GEMM_FAMILIES = (
-    (0, _tile_config.CONFIGS, (False, True), tuple(_OUTS)),
-    (_ROWS, _tile_config.GROUPED_CONFIGS[_ROWS], (False,), ("bf16", "f32")),
-    (_CONTRACTION, _tile_config.GROUPED_CONFIGS[_CONTRACTION], (True,), tuple(_OUTS)),
+    (0, False, tuple(_OUTS)),
+    (0, True, tuple(_OUTS)),
+    (_tile_config.GROUPED_ROWS, False, ("bf16", "f32")),
+    (_tile_config.GROUPED_CONTRACTION, True, tuple(_OUTS)),
 )
 
 
 def gemm_kernels(num_sms: int, *, all_formats: bool = False) -> Iterator[dict[str, np.int32]]:
     """The `config` attributes of all GEMM kernels. all_formats: those with e5m2 operands too."""
-    for grouping, configs, families, outs in _GEMM_FAMILIES:
-        for config, is_1d1d, out, (lhs_e5m2, rhs_e5m2) in itertools.product(
-            configs, families, outs, formats(all_formats)
-        ):
+    for grouping, is_1d1d, outs in _GEMM_FAMILIES:
+        for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             out_f32, accumulate = _OUTS[out]
-            yield config.attributes(
-                is_1d1d=is_1d1d,
-                out_f32=out_f32,
-                accumulate=accumulate,
-                lhs_e5m2=lhs_e5m2,
-                rhs_e5m2=rhs_e5m2,
-                num_sms=num_sms,
-                grouping=grouping,
+            configs = _tile_config.configs(grouping, is_1d1d=is_1d1d, out_f32=out_f32)
+            yield from (
+                config.attributes(
+                    is_1d1d=is_1d1d,
+                    out_f32=out_f32,
+                    accumulate=accumulate,
+                    lhs_e5m2=lhs_e5m2,
+                    rhs_e5m2=rhs_e5m2,
+                    num_sms=num_sms,
+                    grouping=grouping,
+                )
+                for config in configs
             )
 
 

@@ -36,6 +36,7 @@ _EFFICIENCY_1D2D = 0.83
 _EFFICIENCY_1D1D = 0.60
 _EFFICIENCY_1D1D_WIDE = 0.55
 _EFFICIENCY_1D1D_ACCUMS = 0.45
+_EFFICIENCY_1D1D_TALL = 0.68
 # Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
 _SHORT_TILE = 0.6
 
@@ -107,6 +108,9 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(192, 128, 128, 3, 1, 4, 2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )
+# A consumer of 128 rows reads the scales of its columns once for both halves. With two accumulators
+# there are registers for 96 columns; their slabs take f32 alone.
+_TALL_1D1D = TileConfig(256, 96, 96, 2, 2, 4, 2)
 
 # (m, n, k, is_1d1d) -> config, measured on an H200 with 132 multiprocessors where the model's
 # choice was slower: docs/experiments.md.
@@ -138,6 +142,12 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
 _forced: list[TileConfig] = []
 
 
+def configs(grouping: int = 0, *, is_1d1d: bool, out_f32: bool) -> tuple[TileConfig, ...]:
+    """The configs that a product may get. grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION."""
+    common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
+    return (*common, _TALL_1D1D) if is_1d1d and out_f32 else common
+
+
 def choose(
     m: int,
     n: int,
@@ -151,7 +161,7 @@ def choose(
     """Config for out (m, n) = lhs (m, k) x rhs (n, k); extents >= 1."""
     if _forced:
         return _forced[-1]
-    return _choose(m, n, k, is_1d1d, 4 + 4 * accumulate if out_f32 else 2, num_sms)
+    return _choose(m, n, k, is_1d1d, _out_bytes(out_f32, accumulate), num_sms)
 
 
 def choose_grouped(
@@ -172,8 +182,13 @@ def choose_grouped(
     """
     if _forced:
         return _forced[-1]
-    out_bytes = 4 + 4 * accumulate if out_f32 else 2
+    out_bytes = _out_bytes(out_f32, accumulate)
     return _choose_grouped(m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
+
+
+def _out_bytes(out_f32: bool, accumulate: bool) -> int:
+    """Moved for each element of the result; 2 for bf16 alone."""
+    return 4 + 4 * accumulate if out_f32 else 2
 
 
 @contextlib.contextmanager
@@ -191,7 +206,8 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
     if measured is not None:
         return measured
-    candidates = [c for c in CONFIGS if c.cluster_m * c.cluster_n == 1]
+    candidates = configs(is_1d1d=is_1d1d, out_f32=out_bytes > 2)
+    candidates = [c for c in candidates if c.cluster_m * c.cluster_n == 1]
     rows = 16 if m <= 16 else math.ceil(m / 64) * 64
     candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
     return min(candidates, key=lambda c: _time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
@@ -215,7 +231,8 @@ def _choose_grouped(
         tile_clocks = _tile_clocks(c, num_k_blocks, is_1d1d, out_bytes)
         return _launch_us(max(1, tiles / num_sms + 0.5), tile_clocks, dram_bytes)
 
-    return min(GROUPED_CONFIGS[GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS], key=time_us)
+    grouping = GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS
+    return min(configs(grouping, is_1d1d=is_1d1d, out_f32=out_bytes > 2), key=time_us)
 
 
 def _time_us(
@@ -240,6 +257,7 @@ def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_by
     if is_1d1d:
         wide = _EFFICIENCY_1D1D_WIDE if c.block_n > 128 else _EFFICIENCY_1D1D
         efficiency = wide if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
+        efficiency = _EFFICIENCY_1D1D_TALL if c.block_m == 256 else efficiency
     rows = max(c.block_m, 64)
     k_block = max(
         rows * c.block_n / 32 / efficiency,

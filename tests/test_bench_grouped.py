@@ -171,12 +171,10 @@ def test_summary_is_over_all_sizes():
 def test_every_case_runs_with_every_tile(family):
     cases = _grouped.grouped_cases(family, [TINY])[:1]
     rows = list(_tiles.with_tiles(cases, ["all"]))
-    kind = (
-        _tile_config.GROUPED_CONTRACTION if family == "ragged_wgrad" else _tile_config.GROUPED_ROWS
-    )
-    assert [row.config for row in rows] == [
-        _case.tile_text(tile) for tile in _tile_config.GROUPED_CONFIGS[kind]
-    ]
+    is_wgrad = family == "ragged_wgrad"
+    kind = _tile_config.GROUPED_CONTRACTION if is_wgrad else _tile_config.GROUPED_ROWS
+    tiles = _tile_config.configs(kind, is_1d1d=is_wgrad, out_f32=is_wgrad)
+    assert [row.config for row in rows] == [_case.tile_text(tile) for tile in tiles]
     assert rows[-1].build().run().shape[-1] == 256
 
 

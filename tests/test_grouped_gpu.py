@@ -107,7 +107,9 @@ def test_ragged_columns_have_the_bits_of_the_reference(sizes, m, k, dtype):
 
 
 @sizes_cases
-@pytest.mark.parametrize("config", [None, *_tile_config.GROUPED_CONFIGS[2]], ids=str)
+@pytest.mark.parametrize(
+    "config", [None, *_tile_config.configs(2, is_1d1d=True, out_f32=True)], ids=str
+)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, accumulate):
     m, n, tokens, g = 320, 264, M, 8

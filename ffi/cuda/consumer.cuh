@@ -65,7 +65,7 @@ struct Consumer {
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
       if (__any_sync(0xffffffff, row >= work.row_end)) {
-        skip_tile(work.num_k_blocks);
+        skip_tile(Config::kGrouping == kGroupedContraction ? num_k_blocks : work.num_k_blocks);
       } else {
         if (Config::kGrouping != kGroupedRows || __any_sync(0xffffffff, work.num_k_blocks > 0)) {
           multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
@@ -162,6 +162,7 @@ struct Consumer {
       if constexpr (kNext < Tile::kBatches) {
         if constexpr (kNext % Tile::kSubs == 0) prepare(blocks[kNext / Tile::kSubs]);
         issue(kNext);
+        if constexpr (Tile::kReadColumnsEarly) read_columns(kNext);
       }
       if constexpr (kBatch >= 0) {
         wgmma_wait<(kNext < Tile::kBatches ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
@@ -221,7 +222,7 @@ struct Consumer {
 
   // Promotes one finished batch; gives the stage back with the last one of a k-block.
   __device__ __forceinline__ void finish(int batch, int boundary) {
-    read_columns(batch);
+    if constexpr (!Tile::kReadColumnsEarly) read_columns(batch);
     if (batch % Tile::kSubs == Tile::kSubs - 1) release(blocks[batch / Tile::kSubs].stage);
     promote(batch, boundary);
   }
@@ -269,7 +270,10 @@ struct Consumer {
   }
 
   // By TMA where the rows are this tile's alone as far as they reach, or end with the output.
+  // NOTE: from the thread index read anew. What depends on the members `warp` and `lane` alone is
+  // kept in registers through the main loop, where tall tiles have none left.
   __device__ __forceinline__ void store(int row, int row_end, int column) {
+    const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32;
     const int end = min(row_end, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
     if constexpr (Config::kNumSlabs > 0) {
       if (Config::kGrouping == kNoGroups || __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {

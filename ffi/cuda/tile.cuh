@@ -46,13 +46,15 @@ struct Tile {
       kMSubs * (Config::kBlockN / Config::kSubN);  // batches of one k-block
   static constexpr int kSubRegs = Config::kSubN / 2;
   static constexpr int kAhead = Config::kNumAccums - 1;
-  // In 1d1d, whether the registers have room for a batch's column scales while it is multiplied;
-  // they are then read under the multiplication, not after it.
-  static constexpr bool kReadColumnsEarly =
-      Config::kIs1d1d && Config::kNumConsumers < 3 &&
-      kMSubs * Config::kBlockN / 2 + kSubRegs + kSubRegs / 2 <= 176;
   // k-blocks of one loop trip: as few as make its batches a multiple of the accumulators.
   static constexpr int kGroup = kSubs % Config::kNumAccums == 0 ? 1 : Config::kNumAccums;
+  // In 1d1d, whether the registers have room for the column scales of what is being multiplied, of
+  // one k-block and of one batch's columns; they are then read under the multiplication, not after
+  // it.
+  static constexpr bool kReadColumnsEarly =
+      Config::kIs1d1d && Config::kNumConsumers < 3 &&
+      (Config::kNumAccums == 1 || (kGroup == 1 && Config::kSubN == Config::kBlockN)) &&
+      kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs + kSubRegs / 2 <= 216;
   static constexpr int kBatches = kGroup * kSubs;
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;

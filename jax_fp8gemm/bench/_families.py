@@ -52,7 +52,9 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
     work = gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=accumulate)
     config = _config_text(shape, is_1d1d=True, out_f32=True, accumulate=accumulate)
     labels = _labels(shape) | {"accumulate": accumulate}
-    return Case(labels, shape, work, config, build, peer_calls(shape, is_1d1d=True))
+    peers = peer_calls(shape, is_1d1d=True)
+    tiles = _tile_config.configs(is_1d1d=True, out_f32=True)
+    return Case(labels, shape, work, config, build, peers, tiles=tiles)
 
 
 def _quantize(shape: Shape, mode: str) -> Case:

@@ -97,7 +97,7 @@ def _wgrad(shape: GroupedShape, accumulate: bool) -> Case:
         config=_config_text(m, n, extent, groups, is_1d1d=True, accumulate=accumulate),
         build=build,
         peers={yardstick: peer_calls(Shape(m, n, tokens), is_1d1d=True)[yardstick]},
-        tiles=_tile_config.GROUPED_CONFIGS[_tile_config.GROUPED_CONTRACTION],
+        tiles=_tile_config.configs(_tile_config.GROUPED_CONTRACTION, is_1d1d=True, out_f32=True),
     )
 
 
