@@ -33,10 +33,10 @@ _TILE_CLOCKS = 300
 # instructions; two consumers of 256 columns have no registers left to read the scales of columns
 # under the multiplication, and a second accumulator leaves none at all.
 _EFFICIENCY_1D2D = 0.83
-_EFFICIENCY_1D1D = 0.60
-_EFFICIENCY_1D1D_WIDE = 0.55
+_EFFICIENCY_1D1D = 0.63
+_EFFICIENCY_1D1D_WIDE = 0.58
 _EFFICIENCY_1D1D_ACCUMS = 0.45
-_EFFICIENCY_1D1D_TALL = 0.68
+_EFFICIENCY_1D1D_TALL = 0.69
 # Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
 _SHORT_TILE = 0.6
 
