@@ -54,6 +54,7 @@ ffi::ErrorOr<Driver*> Open() {
   load(driver->cuKernelGetFunction, "cuKernelGetFunction");
   load(driver->cuKernelSetAttribute, "cuKernelSetAttribute");
   load(driver->cuLaunchKernelEx, "cuLaunchKernelEx");
+  load(driver->cuMemsetD32Async, "cuMemsetD32Async");
   load(driver->cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
   if (missing != nullptr) {
     return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",

@@ -17,6 +17,7 @@ namespace jax_fp8gemm {
 
 typedef int CUresult;
 typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st* CUcontext;
 typedef struct CUstream_st* CUstream;
 typedef struct CUlib_st* CUlibrary;
@@ -103,6 +104,8 @@ struct Driver {
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel kernel, CUdevice device);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function,
                                void** kernel_params, void** extra);
+  CUresult (*cuMemsetD32Async)(CUdeviceptr destination, unsigned int value, size_t count,
+                               CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap* tensor_map, CUtensorMapDataType type,
                                      uint32_t rank, void* global_address,
                                      const uint64_t* global_dim, const uint64_t* global_strides,

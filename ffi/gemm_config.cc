@@ -104,8 +104,9 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
   const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
   bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
   bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
-  bytes = RoundUp(bytes, 8) + num_stages * 16;  // full and empty barriers
-  bytes += config.grouping == 0 ? 1 : (3 * (kMaxGroups + 2) + 3) * 4;
+  bytes = RoundUp(bytes, 8) + num_stages * 16;          // full and empty barriers
+  bytes += config.grouping == 1 ? 2 * (8 + 8 + 4) : 4;  // queue
+  bytes += config.grouping == 0 ? 4 : (3 * (kMaxGroups + 2) + 3) * 4;
   return RoundUp(bytes, 1024);
 }
 

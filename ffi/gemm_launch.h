@@ -39,11 +39,12 @@ struct GemmParams {
   int32_t rows_per_group;  // > 0: the masked form
   const int32_t* group_sizes;
   const int32_t* first_row;
+  int32_t* next_tile;  // groups of rows: to be 0
 };
 static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 768);
 static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_scale) == 640);
 static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
-static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, group_sizes) == 704);
+static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, next_tile) == 720);
 
 // InvalidArgument unless `buffer` has this type and these dimensions and starts at a multiple of 16
 // bytes.

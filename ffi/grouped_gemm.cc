@@ -60,7 +60,8 @@ ffi::Error PrepareRows(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config
 
 ffi::Error ExecuteRows(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                        ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::AnyBuffer group_sizes,
-                       ffi::AnyBuffer first_row, ffi::Result<ffi::AnyBuffer> out, GemmConfig config,
+                       ffi::AnyBuffer first_row, ffi::Result<ffi::AnyBuffer> out,
+                       ffi::Result<ffi::AnyBuffer> next_tile, GemmConfig config,
                        int32_t rows_per_group) {
   return NoThrow([&]() -> ffi::Error {
     constexpr const char* kOp = "grouped_gemm";
@@ -76,6 +77,7 @@ ffi::Error ExecuteRows(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_s
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "group_sizes", group_sizes, kS32, {g}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "first_row", first_row, kS32, {1}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, out_type, {m, n}));
+    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "next_tile", *next_tile, kS32, {1}));
     const int64_t max_tiles =
         (m / config.block_m + g + 2) * CeilDiv(n, static_cast<int64_t>(config.block_n));
     if ((rows_per_group != 0 && g * rows_per_group != m) || max_tiles > kMaxDim) {
@@ -94,6 +96,10 @@ ffi::Error ExecuteRows(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_s
     params.rows_per_group = rows_per_group;
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
     params.first_row = static_cast<const int32_t*>(first_row.untyped_data());
+    params.next_tile = static_cast<int32_t*>(next_tile->untyped_data());
+    FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
+    CU_RETURN_IF_ERROR(
+        driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.next_tile), 0, 1, stream));
     return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), g * n, m, max_tiles,
                       stream);
   });
@@ -169,6 +175,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmExecuteHandler, ExecuteRows,
                                   .Arg<ffi::AnyBuffer>()  // group_sizes
                                   .Arg<ffi::AnyBuffer>()  // first_row
                                   .Ret<ffi::AnyBuffer>()  // out
+                                  .Ret<ffi::AnyBuffer>()  // next_tile
                                   .Attr<GemmConfig>("config")
                                   .Attr<int32_t>("rows_per_group"),
                               {ffi::Traits::kCmdBufferCompatible});

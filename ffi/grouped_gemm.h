@@ -9,7 +9,7 @@
 //   rhs_scale    (g n/128, k/128)  f32, row-major; n/128 rounded up for each group
 //   group_sizes  (g)               s32, any values
 //   first_row    (1)               s32, any value
-// Result: out (m, n), bf16 or f32.
+// Results: out (m, n), bf16 or f32; next_tile (1), s32, what the kernel counts its tiles in.
 //
 // grouped_wgrad: the contraction over the columns of each group, 1d1d. Operands:
 //   lhs          (m, t)            e4m3fn or e5m2; groups start at multiples of 128

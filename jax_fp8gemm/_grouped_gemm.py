@@ -148,11 +148,14 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     )
     # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
-    out = jax.ffi.ffi_call(
+    out, _ = jax.ffi.ffi_call(
         _ffi.GROUPED_GEMM_TARGET,
-        jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
+        (
+            jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
+            jax.ShapeDtypeStruct((1,), jnp.int32),  # counts the tiles
+        ),
         input_layouts=[row_major, column_major, row_major, row_major, vector, vector],
-        output_layouts=row_major,
+        output_layouts=[row_major, vector],
     )(
         *(lhs, lhs_scale, rhs, rhs_scale),
         group_sizes.astype(jnp.int32),

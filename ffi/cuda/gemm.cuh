@@ -15,6 +15,7 @@
 //   full[stage]   arrivals: full_arrivals(), and the copied bytes; awaited by the consumers
 //   empty[stage]  arrivals: each consumer warp of each CTA in the cluster; awaited by the producer
 //   slabs         each consumer's staging of its output; rewritten once TMA has read it
+//   queue         which tile is next, where groups cut the rows: from producer warp 1 to the others
 // There is no CTA-wide barrier after the start: one consumer's epilogue runs under another's wgmma.
 //
 // Timeline of a consumer: a "batch" is 4 wgmma, k = 128, of one 64 x kSubN part of its tile.
@@ -58,6 +59,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
+    init_queue<Config>(shared);
     mbarrier_fence_init();
   }
   if (threadIdx.x / 32 == 1) fill_groups<Config>(params, shared);

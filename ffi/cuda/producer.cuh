@@ -31,8 +31,8 @@ struct Producer {
     Scheduler scheduler(params, shared);
     const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
     Ring ring;
-    for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
-      const Work work = scheduler.locate(i);
+    for (; scheduler.tile < scheduler.count(); scheduler.next()) {
+      const Work work = scheduler.locate(scheduler.tile);
 #pragma unroll 1
       for (int j = 0; j < work.num_k_blocks; ++j) {
         const int k_block = work.first_k_block + j;
@@ -77,9 +77,10 @@ struct Producer {
     Scheduler scheduler(params, shared);
     ColumnScales block_scales;
     Ring ring;
-    if constexpr (!Config::kIs1d1d) prefetch_tile(block_scales, scheduler, scheduler.first());
-    for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride()) {
-      const Work work = scheduler.locate(i);
+    if constexpr (!Config::kIs1d1d) prefetch_tile(block_scales, scheduler, scheduler.tile);
+    for (int next; scheduler.tile < scheduler.count(); scheduler.tile = next) {
+      const Work work = scheduler.locate(scheduler.tile);
+      next = scheduler.hand_out();
 #pragma unroll 1
       for (int k_block = 0; k_block < work.num_k_blocks; ++k_block) {
         if (!Config::kIs1d1d && k_block % 32 == 0) {
@@ -87,7 +88,7 @@ struct Producer {
           if (k_block + 32 < work.num_k_blocks) {
             prefetch_chunk(block_scales, work, k_block + 32);
           } else {
-            prefetch_tile(block_scales, scheduler, i + scheduler.stride());
+            prefetch_tile(block_scales, scheduler, next);
           }
         }
         mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -124,10 +125,11 @@ struct Producer {
                     work.column, k_block);
   }
 
-  // Starts with the first ones of the i-th tile, if there is one.
-  __device__ __forceinline__ void prefetch_tile(ColumnScales& scales, Scheduler scheduler, int i) {
-    if (i >= scheduler.count()) return;
-    const Work work = scheduler.locate(i);
+  // Starts with the first ones of a tile, if there is that tile.
+  __device__ __forceinline__ void prefetch_tile(ColumnScales& scales, Scheduler scheduler,
+                                                int tile) {
+    if (tile >= scheduler.count()) return;
+    const Work work = scheduler.locate(tile);
     if (work.num_k_blocks > 0) prefetch_chunk(scales, work, 0);
   }
 

@@ -4,6 +4,7 @@
 #include "groups.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"
+#include "tile_queue.cuh"
 
 namespace jax_fp8gemm {
 
@@ -27,21 +28,53 @@ __device__ __forceinline__ void locate_in_raster(int unit, int num_units_m, int 
   m_idx = band * raster + in_band - n_idx * rows;
 }
 
-// How every role walks the tiles:
-//   for (int i = scheduler.first(); i < scheduler.count(); i += scheduler.stride())
-//     const Work work = scheduler.locate(i);
-// NOTE: as a counted loop. Of `while (scheduler.next(work))` ptxas no longer sees that warps stay
-// together, and keeps the position in the ring per lane.
+// How the roles walk the tiles, of which the CTA's next is `tile` as long as that is below count():
+//   a warp      for (; scheduler.has_tile(scheduler.count()); scheduler.next(lane))
+//   a lane      for (; scheduler.tile < scheduler.count(); scheduler.next())
+//   producer warp 1, for all of them: next = scheduler.hand_out() once in every tile, then
+//               scheduler.tile = next
+
+// Tiles dealt out in turns.
 template <typename Config>
-struct DenseScheduler {
+struct StaticWalk {
+  int tile = blockIdx.x / Config::kClusterSize;
+
+  __device__ __forceinline__ int hand_out() const {
+    return tile + gridDim.x / Config::kClusterSize;
+  }
+  __device__ __forceinline__ void next(int = 0) { tile = hand_out(); }
+
+  // NOTE: by what the loop counts. Otherwise ptxas no longer sees that warps stay together, and
+  // keeps the position in the ring per lane.
+  __device__ __forceinline__ bool has_tile(int count) const {
+    return tile < (Config::kGrouping == kNoGroups ? count : uniform(count));
+  }
+};
+
+// Tiles handed out one by one.
+struct DynamicWalk {
+  int tile = blockIdx.x;
+  int step = 0;
+  TileQueueCursor queue;
+
+  __device__ __forceinline__ explicit DynamicWalk(TileQueue& queue) : queue{queue} {}
+  __device__ __forceinline__ void next(int lane) { tile = queue.receive(lane), ++step; }
+  __device__ __forceinline__ void next() { tile = queue.receive(); }
+
+  // NOTE: by the steps and not the tile, as above.
+  __device__ __forceinline__ bool has_tile(int count) const {
+    return step < uniform(tile < count ? 0x7fffffff : 0);
+  }
+};
+
+template <typename Config>
+struct DenseScheduler : StaticWalk<Config> {
   const GemmParams& params;
 
   template <typename SharedStorage>
   __device__ __forceinline__ DenseScheduler(const GemmParams& params, const SharedStorage&)
       : params(params) {}
 
-  __device__ __forceinline__ static int first() { return blockIdx.x / Config::kClusterSize; }
-  __device__ __forceinline__ static int stride() { return gridDim.x / Config::kClusterSize; }
   // The same for all CTAs of a cluster.
   __device__ __forceinline__ int count() const {
     return ceil_div(params.m, Config::kBlockM * Config::kClusterM) *
@@ -71,17 +104,16 @@ struct DenseScheduler {
 // Walks the tiles of every group of rows, then those of the rows of no group, which are stored as
 // zeros. A tile never spans two groups.
 template <typename Config>
-struct RaggedScheduler {
+struct RaggedScheduler : DynamicWalk {
   const GemmParams& params;
   const GroupTable& table;
   int span = 0;  // where the search goes on: tiles only grow
 
   template <typename SharedStorage>
-  __device__ __forceinline__ RaggedScheduler(const GemmParams& params, const SharedStorage& shared)
-      : params(params), table(shared.groups) {}
+  __device__ __forceinline__ RaggedScheduler(const GemmParams& params, SharedStorage& shared)
+      : DynamicWalk(shared.queue), params(params), table(shared.groups) {}
 
-  __device__ __forceinline__ static int first() { return blockIdx.x; }
-  __device__ __forceinline__ static int stride() { return gridDim.x; }
+  __device__ __forceinline__ int hand_out() { return queue.hand_out(params.next_tile); }
   __device__ __forceinline__ int count() const {
     return table.num_row_blocks * ceil_div(params.n, Config::kBlockN);
   }
@@ -109,7 +141,7 @@ struct RaggedScheduler {
 // Walks the tiles of the weight gradient of every group, whose contraction is over the group's own
 // k-blocks.
 template <typename Config>
-struct RaggedContractionScheduler {
+struct RaggedContractionScheduler : StaticWalk<Config> {
   const GemmParams& params;
   const GroupTable& table;
 
@@ -118,8 +150,6 @@ struct RaggedContractionScheduler {
                                                         const SharedStorage& shared)
       : params(params), table(shared.groups) {}
 
-  __device__ __forceinline__ static int first() { return blockIdx.x; }
-  __device__ __forceinline__ static int stride() { return gridDim.x; }
   __device__ __forceinline__ int count() const { return params.num_groups * tiles_of_group(); }
 
   __device__ __forceinline__ Work locate(int tile) const {
@@ -143,6 +173,12 @@ struct RaggedContractionScheduler {
     return ceil_div(params.m, Config::kBlockM) * ceil_div(params.n, Config::kBlockN);
   }
 };
+
+// Initialises the barriers of the queue, if there is one, by one thread.
+template <typename Config, typename SharedStorage>
+__device__ __forceinline__ void init_queue(SharedStorage& shared) {
+  if constexpr (Config::kGrouping == kGroupedRows) shared.queue.init(Config::kNumConsumers);
+}
 
 // Fills the group table that the schedulers read, by one warp.
 template <typename Config, typename SharedStorage>

@@ -4,6 +4,7 @@
 
 #include "groups.cuh"
 #include "mbarrier.cuh"
+#include "tile_queue.cuh"
 
 namespace jax_fp8gemm {
 
@@ -24,6 +25,7 @@ struct GemmParams {
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
   const int* first_row;
+  int* next_tile;  // groups of rows: 0, for TileQueue
 };
 
 struct Empty {};
@@ -81,6 +83,7 @@ struct Tile {
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];
     alignas(8) Barrier empty[Config::kNumStages];
+    typename Conditional<Config::kGrouping == kGroupedRows, TileQueue, Empty>::Type queue;
     typename Conditional<Config::kGrouping == kNoGroups, Empty, GroupTable>::Type groups;
   };
 
