@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -92,6 +93,13 @@ FAMILY_CONFIGS = [
     for name in FAMILIES
     for config in _tile_config.configs(is_1d1d=name == "1d1d", out_f32=True)
 ]
+
+
+def out_dtypes(family: str, config) -> list:
+    """The dtypes of results that a config may be picked for."""
+    configs = functools.partial(_tile_config.configs, is_1d1d=family == "1d1d")
+    dtypes = {True: jnp.float32, False: jnp.bfloat16}
+    return [dtype for is_f32, dtype in dtypes.items() if config in configs(out_f32=is_f32)]
 
 
 def precompile() -> None:

@@ -55,7 +55,7 @@ def test_every_config_gives_the_same_bits(family, config):
     """f32, bf16 and accumulating, each into a poisoned or given buffer."""
     lhs, rhs, accum, expected = _case(family)
     gpu_cases.assert_model_predicts(expected, lhs, rhs)
-    for out_dtype in (jnp.float32, jnp.bfloat16):
+    for out_dtype in gpu_cases.out_dtypes(family, config):
         multiply = functools.partial(gpu_cases.multiply, out_dtype=out_dtype)
         out_type = jax.ShapeDtypeStruct(SHAPE[:2], out_dtype)
         out = gpu_cases.run_poisoned(multiply, (lhs, rhs), out_type, config)
@@ -105,8 +105,9 @@ _EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130)
 @each_config
 def test_rows_do_not_depend_on_m(family, config):
     """m = 1 .. 130 against 4096, with this config for every m."""
-    _check_rows(family, config, jnp.float32)
-    _check_rows(family, config, jnp.bfloat16, keep=_EDGES.__contains__)
+    for out_dtype in gpu_cases.out_dtypes(family, config):
+        keep = (lambda m: True) if out_dtype == jnp.float32 else _EDGES.__contains__
+        _check_rows(family, config, out_dtype, keep)
 
 
 @families
