@@ -58,6 +58,12 @@ ffi::Error PrepareRows(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config
   return NoThrow([&] { return PrepareGemm(config); });
 }
 
+ffi::Error Zero(const Driver& driver, void* words, size_t count, CUstream stream) {
+  const auto destination = reinterpret_cast<CUdeviceptr>(words);
+  CU_RETURN_IF_ERROR(driver.cuMemsetD32Async(destination, 0, count, stream));
+  return ffi::Error::Success();
+}
+
 ffi::Error ExecuteRows(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                        ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::AnyBuffer group_sizes,
                        ffi::AnyBuffer first_row, ffi::Result<ffi::AnyBuffer> out,
@@ -98,8 +104,11 @@ ffi::Error ExecuteRows(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_s
     params.first_row = static_cast<const int32_t*>(first_row.untyped_data());
     params.next_tile = static_cast<int32_t*>(next_tile->untyped_data());
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-    CU_RETURN_IF_ERROR(
-        driver->cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.next_tile), 0, 1, stream));
+    FFI_RETURN_IF_ERROR(Zero(*driver, params.next_tile, 1, stream));
+    // In the masked form the kernel stores the rows of the groups alone.
+    if (rows_per_group > 0) {
+      FFI_RETURN_IF_ERROR(Zero(*driver, params.out, out->size_bytes() / 4, stream));
+    }
     return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), g * n, m, max_tiles,
                       stream);
   });

@@ -163,12 +163,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
         config=config,
         rows_per_group=np.int32(batch[1] if len(batch) == 2 else 0),
     )
-    out = out[:, :n].reshape(*batch, n)
-    if len(batch) == 2:
-        # The kernel writes the rows of the groups alone.
-        is_in_group = jnp.arange(batch[1]) < group_sizes[:, None]
-        out = jnp.where(is_in_group[..., None], out, 0)
-    return [out]
+    return [out[:, :n].reshape(*batch, n)]
 
 
 grouped_gemm_p = define_primitive(
