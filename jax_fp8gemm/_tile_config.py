@@ -29,9 +29,10 @@ _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long co
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
 _TILE_CLOCKS = 300
-# Part of the tensor cores' rate that the main loop reaches. 1d1d promotes with twice as many
-# instructions; two consumers of 256 columns have no registers left to read the scales of columns
-# under the multiplication, and a second accumulator leaves none at all.
+# Part of the tensor cores' rate that the main loop reaches. 1d1d reads a scale for every column and
+# promotes with twice as many instructions; two consumers of 256 columns have no registers left to
+# read those scales under the multiplication, and a second accumulator leaves none at all, but in
+# _TALL_1D1D.
 _EFFICIENCY_1D2D = 0.83
 _EFFICIENCY_1D1D = 0.63
 _EFFICIENCY_1D1D_WIDE = 0.58

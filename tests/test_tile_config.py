@@ -25,15 +25,31 @@ def _measured(family):
     n=st.integers(1, 1 << 18),
     k=st.integers(1, 1 << 17),
     is_1d1d=st.booleans(),
+    out_f32=st.booleans(),
     num_sms=st.integers(4, 144),
 )
-def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, num_sms):
-    how = WGRAD if is_1d1d else DENSE
+def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, out_f32, num_sms):
+    how = dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=False)
     config = _tile_config.choose(m, n, k, **how, num_sms=num_sms)
-    assert config in _tile_config.configs(is_1d1d=is_1d1d, out_f32=how["out_f32"])
+    assert config in _tile_config.configs(is_1d1d=is_1d1d, out_f32=out_f32)
     # wgmma multiplies 64 rows at a time: no tile may have 64 rows that no row of lhs can fill.
     assert config.block_m <= 16 or config.block_m < m + 64
     assert config == _tile_config.choose(m, n, k, **how, num_sms=num_sms)
+
+
+@given(
+    m=st.integers(1, 1 << 20),
+    n=st.integers(1, 1 << 18),
+    k=st.integers(1, 1 << 17),
+    num_groups=st.integers(1, 1024),
+    is_1d1d=st.booleans(),
+    out_f32=st.booleans(),
+)
+def test_every_grouped_shape_gets_a_config_of_its_family(m, n, k, num_groups, is_1d1d, out_f32):
+    grouping = _tile_config.GROUPED_CONTRACTION if is_1d1d else _tile_config.GROUPED_ROWS
+    how = dict(is_1d1d=is_1d1d, out_f32=out_f32)
+    config = _tile_config.choose_grouped(m, n, k, num_groups, **how, accumulate=False)
+    assert config in _tile_config.configs(grouping, **how)
 
 
 def test_configs_differ_and_overrides_name_them():
