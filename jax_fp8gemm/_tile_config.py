@@ -254,19 +254,24 @@ def _time_us(
 
 def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_bytes: int) -> float:
     """Predicted clocks of one tile."""
-    efficiency = _EFFICIENCY_1D2D
-    if is_1d1d:
-        wide = _EFFICIENCY_1D1D_WIDE if c.block_n > 128 else _EFFICIENCY_1D1D
-        efficiency = wide if c.num_accums == 1 else _EFFICIENCY_1D1D_ACCUMS
-        efficiency = _EFFICIENCY_1D1D_TALL if c.block_m == 256 else efficiency
     rows = max(c.block_m, 64)
     k_block = max(
-        rows * c.block_n / 32 / efficiency,
+        rows * c.block_n / 32 / _efficiency(c, is_1d1d),
         (c.block_m + c.block_n) * _SCALE_BLOCK / _L2_BYTES_PER_CLOCK,
         _MIN_K_BLOCK_CLOCKS,
     )
     epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK
     return num_k_blocks * k_block + epilogue
+
+
+def _efficiency(c: TileConfig, is_1d1d: bool) -> float:
+    if not is_1d1d:
+        return _EFFICIENCY_1D2D
+    if c == _TALL_1D1D:
+        return _EFFICIENCY_1D1D_TALL
+    if c.num_accums > 1:
+        return _EFFICIENCY_1D1D_ACCUMS
+    return _EFFICIENCY_1D1D_WIDE if c.block_n > 128 else _EFFICIENCY_1D1D
 
 
 def _launch_us(waves: int | float, tile_clocks: float, dram_bytes: int | float) -> float:
