@@ -63,6 +63,7 @@ def test_checkpoint_by_name_saves_fp8_and_quantises_nothing_again():
     )
     for other in others:
         for x, y in zip(jax.jit(other)(lhs, rhs), jax.jit(plain)(lhs, rhs), strict=True):
+            # Other programs, in which XLA on CPU sums in other orders.
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     expected = [f"f32[{K},1]", "f32[3,2]", f"f32[{M},{N}]"]
     expected += [f"f8e4m3fn[{K},{M}]", f"f8e4m3fn[{K},{N}]"]
@@ -78,6 +79,7 @@ def test_gradients_through_nested_transformations(wrap):
     plain = lambda lhs, rhs: jnp.tanh(matmul(lhs, rhs))
     pull = lambda f: jax.jit(lambda *x: jax.vjp(f, *x)[1](dout))(lhs, rhs)
     for x, y in zip(pull(inner), pull(plain), strict=True):
+        # As above; atol is 1e-5 of the largest gradients, about 10.
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
 
 
@@ -114,6 +116,7 @@ def test_scan_over_layers():
     looped = lambda lhs, weights: functools.reduce(matmul, list(weights), lhs)
     gradient = lambda f: jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1)))(lhs, weights)
     for x, y in zip(gradient(chain), gradient(looped), strict=True):
+        # An f32 rounding between two products may move an FP8 rounding in the next.
         assert reference.calc_diff(x, y) < 1e-6
 
 
@@ -122,6 +125,7 @@ def test_donated_arguments():
     expected = matmul(lhs, rhs)
     donated = jnp.array(lhs)
     out = jax.jit(matmul, donate_argnums=0)(donated, rhs)
+    # An eager call and a jitted one: XLA may sum in another order.
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
     assert donated.is_deleted()
 
@@ -130,6 +134,7 @@ def test_export_round_trip():
     lhs, rhs, _ = problem()
     exported = jax.export.export(jax.jit(matmul))(lhs, rhs)
     again = jax.export.deserialize(exported.serialize())
+    # As above.
     np.testing.assert_allclose(again.call(lhs, rhs), matmul(lhs, rhs), rtol=1e-6, atol=1e-6)
 
 
