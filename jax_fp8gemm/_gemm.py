@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_config
+from jax_fp8gemm._partition import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -196,10 +197,28 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
     return [out.reshape(m, size, n)], [1]
 
 
+def _partition_rule(*operands, is_1d1d: bool, out_dtype) -> PartitionRule:
+    blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
+    dims = ("m k", "m k", "n k", "n k", "m n")
+    return PartitionRule(dims[: len(operands)], ("m n",), blocks, contracting="k")
+
+
+def _sum_partials(run, lhs, lhs_scale, rhs, rhs_scale, *accum, reduce, is_1d1d: bool, out_dtype):
+    """Sums over the mesh in f32, before anything is added or rounded."""
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    (part,) = run(*operands, is_1d1d=is_1d1d, out_dtype=jnp.dtype(jnp.float32))
+    total = reduce(part)
+    for x in accum:
+        total = x + total
+    return [total.astype(out_dtype)]
+
+
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     shape_rule=_shape_rule,
     reference=reference,
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
+    partition_rule=_partition_rule,
+    sum_partials=_sum_partials,
 )

@@ -1,4 +1,5 @@
-"""define_primitive: shape rule, reference, FFI call and batch rule of an op as a JAX primitive.
+"""define_primitive: shape rule, reference, FFI call, batch rule and partition rule of an op as a
+JAX primitive.
 
 The reference is the meaning of the op and what runs wherever the kernel cannot: on CPU, on other
 GPUs, with implementation="xla". The kernel is chosen when lowering for CUDA, so an executable
@@ -12,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_fp8gemm import _ffi
+from jax_fp8gemm._partition import PartitionRule, partitioned
 
 Arrays = Sequence[jax.Array]
 
@@ -29,6 +32,8 @@ def define_primitive(
     ffi_call: Callable[..., Arrays],
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
+    partition_rule: Callable[..., PartitionRule] | None = None,
+    sum_partials: Callable[..., Arrays] | None = None,
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
 
@@ -41,6 +46,10 @@ def define_primitive(
         None: one batch element after another, where each has groups of its own.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
         the used results and as few others as possible, named by their old indices.
+      partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the compiler
+        gathers sharded operands of the kernel.
+      sum_partials: (run, *operands, reduce, **params) -> results of operands cut along the
+        contracting dimension; run is the reference or the FFI call, reduce as for `partitioned`.
     Returns:
       bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
       mesh axes are replicated first, and all get the union of their varying manual axes.
@@ -54,8 +63,15 @@ def define_primitive(
         assert len(varying) == 1, f"{op}: operands vary over {varying}; bind() makes them agree"
         return [_like(avals[0], out) for out in shape_rule(*avals, **params)]
 
-    def lower_reference(ctx, *operands, implementation, **params):
-        return mlir.lower_fun(partial(reference, **params), multiple_results=True)(ctx, *operands)
+    def lower(run, ctx, *operands, implementation, **params):
+        local = partial(run, **params)
+        # Inside shard_map operands are shards already.
+        if partition_rule is not None and not _is_manual(ctx.avals_in):
+            sum_local = sum_partials and partial(sum_partials, run, **params)
+            local = partitioned(local, partition_rule(*ctx.avals_in, **params), sum_local)
+        return mlir.lower_fun(local, multiple_results=True)(ctx, *operands)
+
+    lower_reference = partial(lower, reference)
 
     def lower_default(ctx, *operands, implementation, **params):
         if implementation != "xla":
@@ -68,7 +84,7 @@ def define_primitive(
             _fall_back(op, implementation, reason)
         if implementation == "xla" or reason is not None:
             return lower_reference(ctx, *operands, implementation=implementation, **params)
-        return mlir.lower_fun(partial(ffi_call, **params), multiple_results=True)(ctx, *operands)
+        return lower(ffi_call, ctx, *operands, implementation=implementation, **params)
 
     def batch(operands, dims, **params):
         operands = [replicate(x) for x in operands]
@@ -99,6 +115,9 @@ def define_primitive(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_jvp
     partial_eval.dce_rules[primitive] = dce
+    if partition_rule is not None:
+        # NOTE: there is no public way to say so, and an eager call fails without.
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
     def bind(*operands, implementation, **params):
         operands = match_varying(*(replicate(x) for x in operands))
@@ -111,6 +130,10 @@ def _like(aval, out: jax.ShapeDtypeStruct):
     """`out` on the mesh and with the varying axes of `aval`, not sharded over Explicit axes."""
     sharding = aval.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
     return aval.update(shape=out.shape, dtype=out.dtype, sharding=sharding, weak_type=False)
+
+
+def _is_manual(avals) -> bool:
+    return any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in avals)
 
 
 def _platforms(ctx) -> str:

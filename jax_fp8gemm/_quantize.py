@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
+from jax_fp8gemm._partition import PartitionRule
 from jax_fp8gemm._primitive import define_primitive, map_batch, replicate
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
@@ -222,6 +223,20 @@ def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.A
     return x.reshape(batch, *shape)
 
 
+def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
+    rows, columns = ("m k", "k m") if x.ndim == 2 else ("b m k", "b k m")
+    results = {
+        "row": (rows, rows),
+        "column": (columns, columns),
+        "row_column": (rows, rows, columns, columns),
+        "block": (rows, rows),
+        "block_transposed": (columns, columns),
+        "block_both": (rows, columns, rows),
+    }[mode]
+    blocked = {"row": "k", "column": "m"}.get(mode, "mk")
+    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
+
+
 def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
     """Along one axis only, or without the transposed values, where the rest is not used."""
     if mode == "block_both" and not used[1]:
@@ -246,4 +261,5 @@ quantize_p = define_primitive(
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
     dce_rule=_dce_rule,
+    partition_rule=_partition_rule,
 )
