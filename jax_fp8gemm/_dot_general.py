@@ -12,8 +12,8 @@ from jax import lax
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._matmul import product
-from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shard_as
-from jax_fp8gemm._primitive import replicate
+from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shardings_of
+from jax_fp8gemm._partition import with_auto_axes
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import check_unquantised
@@ -72,8 +72,9 @@ def dot_general(
     )
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs)
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    return shard_as(xla, lhs, rhs, _contract(spec, lhs, rhs, dims), out_sharding)
+    operands = jnp.asarray(lhs), jnp.asarray(rhs)
+    out_sharding = partial(shardings_of, xla, spec.out_dtype, *operands)
+    return with_auto_axes(partial(_contract, spec, dims), operands, out_sharding)
 
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -100,7 +101,7 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
 
 
-def _contract(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, dims: Any) -> jax.Array:
+def _contract(spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Brings lhs to (batch, m, k) and rhs to (batch, k, n), multiplies, restores the shape."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_free = _free(lhs, lhs_contract, lhs_batch)
@@ -109,8 +110,8 @@ def _contract(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, dims: Any) -> ja
         *(lhs.shape[d] for d in (*lhs_batch, *lhs_free)),
         *(rhs.shape[d] for d in rhs_free),
     )
-    lhs = _fold(replicate(lhs), lhs_batch, lhs_free, lhs_contract)
-    rhs = _fold(replicate(rhs), rhs_batch, rhs_contract, rhs_free)
+    lhs = _fold(lhs, lhs_batch, lhs_free, lhs_contract)
+    rhs = _fold(rhs, rhs_batch, rhs_contract, rhs_free)
     if lhs_batch:
         return jax.vmap(partial(product, spec))(lhs, rhs).reshape(shape)
     return product(spec, lhs[0], rhs[0]).reshape(shape)

@@ -30,9 +30,10 @@ from jax_fp8gemm._matmul_spec import (
     make_spec,
     name_residual,
     quantize_args,
-    shard_as,
+    shardings_of,
 )
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._partition import with_auto_axes
+from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
@@ -105,9 +106,9 @@ def matmul(
     )
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
-    lhs = jnp.asarray(lhs)
-    out = _broadcast_product(spec, replicate(lhs), jax.tree.map(replicate, rhs))
-    return shard_as(xla, lhs, rhs.values if is_scaled else rhs, out, out_sharding)
+    operands = jax.tree.map(jnp.asarray, (lhs, rhs))
+    out_sharding = partial(shardings_of, xla, spec.out_dtype, *operands)
+    return with_auto_axes(partial(_broadcast_product, spec), operands, out_sharding)
 
 
 def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_fp8gemm import _checks
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DTYPES, Recipe
+from jax_fp8gemm._scaled_array import ScaledArray
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
@@ -68,14 +69,11 @@ def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
     return pair if is_xla else None
 
 
-def shard_as(xla: Any, lhs: Any, rhs: Any, out: jax.Array, out_sharding: Any) -> jax.Array:
-    """Shards `out` over Explicit mesh axes as `xla(lhs, rhs)` would be."""
-    is_sharded = lambda x: any(axes is not None for axes in jax.typeof(x).sharding.spec)
-    if out_sharding is None and not is_sharded(lhs) and not is_sharded(rhs):
-        return out
-    cast = lambda x: x.astype(out.dtype)
-    sharding = jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
-    return out if sharding is None else jax.sharding.reshard(out, sharding)
+def shardings_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
+    """The sharding over Explicit mesh axes that `xla(lhs, rhs)` would have."""
+    rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
+    cast = lambda x: x.astype(dtype)
+    return jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
 
 
 def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:

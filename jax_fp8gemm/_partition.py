@@ -67,14 +67,16 @@ def partitioned(
         else:
             operand_specs = [_padded_spec(x) for x in operands]
             result_specs = [_padded_spec(x) for x in results]
-        extents = _extents(rule, operands, results)
+        extents = _extents(rule, operands)
         axes = choose_axes(rule, extents, mesh.shape, operand_specs, result_specs)
         scattered = _choose_scattered(rule, extents, mesh.shape, axes, result_specs)
         summed = axes.get(rule.contracting or "", ())
         local = run
         if summed:
             assert sum_partials is not None
-            reduce = partial(_reduce, dims=rule.results[0].split(), summed=summed, scattered=scattered)
+            reduce = partial(
+                _reduce, dims=rule.results[0].split(), summed=summed, scattered=scattered
+            )
             local = partial(sum_partials, reduce=reduce)
         cut_result = {name: (*axes[name], *scattered.get(name, ())) for name in axes}
         sharding = lambda dims, axes: NamedSharding(mesh, _spec(dims, axes))
@@ -126,6 +128,36 @@ def choose_axes(
     return axes
 
 
+def result_shardings(rule: PartitionRule, *operands: Any) -> list[NamedSharding]:
+    """Shardings of the results over Explicit mesh axes, given the types of the operands."""
+    mesh = _explicit_mesh(operands)
+    specs = [_padded_spec(jax.typeof(x)) for x in operands]
+    axes = choose_axes(rule, _extents(rule, operands), mesh.shape, specs, [])
+    uncut = dict(axes, **{rule.contracting: ()}) if rule.contracting else axes
+    return [NamedSharding(mesh, _spec(dims, uncut)) for dims in rule.results]
+
+
+def with_auto_axes(
+    function: Callable[..., Any], operands: Sequence[Any], out_shardings: Callable[[], Any]
+) -> Any:
+    """function(*operands) with the sharding over Explicit mesh axes left to the compiler.
+
+    out_shardings() is that of the results, and asked for only where there are such axes.
+    """
+    mesh = _explicit_mesh(operands)
+    if mesh is None:
+        return function(*operands)
+    axes, out_sharding = mesh.explicit_axes, out_shardings()
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*operands)
+
+
+def _explicit_mesh(operands: Sequence[Any]) -> Any:
+    """The mesh with Explicit axes that operands or the caller are on, if there is one."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
 def _claim(axes: Axes, name: str, wanted, rule: PartitionRule, extents, mesh_shape) -> None:
     """Cuts an uncut dimension by the wanted axes, up to the first that is in use or illegal."""
     if axes[name]:
@@ -172,17 +204,17 @@ def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def _padded_spec(x: jax.ShapeDtypeStruct) -> list[tuple[str, ...]]:
+def _padded_spec(x: Any) -> list[tuple[str, ...]]:
     """The mesh axes of each dimension."""
     as_tuple = lambda axes: () if axes is None else (axes,) if isinstance(axes, str) else axes
     spec = [as_tuple(axes) for axes in x.sharding.spec]
     return spec + [()] * (len(x.shape) - len(spec))
 
 
-def _extents(rule: PartitionRule, operands, results) -> dict[str, int]:
+def _extents(rule: PartitionRule, operands: Sequence[Any]) -> dict[str, int]:
     """Elements of each dimension: of the values, where a scale has the dimension too."""
     extents: dict[str, int] = {}
-    for dims, x in zip((*rule.operands, *rule.results), (*operands, *results), strict=True):
+    for dims, x in zip(rule.operands, operands, strict=True):
         for name, extent in zip(dims.split(), x.shape, strict=True):
             extents[name] = max(extents.get(name, 0), extent)
     return extents

@@ -46,8 +46,8 @@ def define_primitive(
         None: one batch element after another, where each has groups of its own.
       dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
         the used results and as few others as possible, named by their old indices.
-      partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the compiler
-        gathers sharded operands of the kernel.
+      partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the
+        compiler gathers sharded operands of the kernel.
       sum_partials: (run, *operands, reduce, **params) -> results of operands cut along the
         contracting dimension; run is the reference or the FFI call, reduce as for `partitioned`.
     Returns:

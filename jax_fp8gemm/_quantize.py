@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
-from jax_fp8gemm._partition import PartitionRule
-from jax_fp8gemm._primitive import define_primitive, map_batch, replicate
+from jax_fp8gemm._partition import PartitionRule, result_shardings, with_auto_axes
+from jax_fp8gemm._primitive import define_primitive, map_batch
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 
@@ -118,18 +119,23 @@ def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:
 
 @jax.named_scope("fp8gemm_quantize")
 def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.Array]:
-    """Binds the primitive, with the leading dimensions of `x` folded into one that is mapped."""
-    params = dict(
+    params: dict[str, Any] = dict(
         mode=mode,
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
         pow2_scale=bool(pow2_scale),
-        implementation=implementation,
     )
-    x = replicate(jnp.asarray(x))
+    x = jnp.asarray(x)
+    out_shardings = lambda: result_shardings(_partition_rule(x, **params), x)
+    run = partial(_run_folded, implementation=implementation, **params)
+    return with_auto_axes(run, [x], out_shardings)
+
+
+def _run_folded(x, *, mode: str, **params) -> Sequence[jax.Array]:
+    """Binds the primitive, with the leading dimensions of `x` folded into one that is mapped."""
     if x.ndim == 2:
-        return quantize_p(x, **params)
+        return quantize_p(x, mode=mode, **params)
     batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    run = lambda x: quantize_p(x, **params)
+    run = partial(quantize_p, mode=mode, **params)
     results = run(batch) if mode in _SQUARE else jax.vmap(run)(batch)
     return [result.reshape(*x.shape[:-2], *result.shape[1:]) for result in results]
 
@@ -224,7 +230,8 @@ def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.A
 
 
 def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
-    rows, columns = ("m k", "k m") if x.ndim == 2 else ("b m k", "b k m")
+    batch = "".join(f"b{i} " for i in range(x.ndim - 2))
+    rows, columns = f"{batch}m k", f"{batch}k m"
     results = {
         "row": (rows, rows),
         "column": (columns, columns),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._primitive import replicate
+from jax_fp8gemm._partition import with_auto_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -99,8 +99,13 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     """
     check_scaled_array("dequantize", "x", x)
     _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
+    x = jax.tree.map(jnp.asarray, x)
+    sharding = lambda: jax.typeof(x.values).sharding
+    return with_auto_axes(lambda x: _dequantize(x, dtype), [x], sharding)
+
+
+def _dequantize(x: ScaledArray, dtype: Any) -> Float[Array, "*batch r c"]:
     # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
-    x = jax.tree.map(lambda leaf: replicate(jnp.asarray(leaf)), x)
     values = jax.lax.optimization_barrier(x.values)
     return (values.astype(jnp.float32) * spread_scale(x)).astype(dtype)
 
