@@ -13,6 +13,7 @@ an all-reduce, or a reduce-scatter where the result shall be sharded over the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,12 +95,27 @@ def partitioned(
         return mesh, run_on_shards, result_shardings, operand_shardings
 
     function = custom_partitioning(lambda *operands: run(*operands))
-    function.def_partition(
-        partition,
-        sharding_rule=f"{', '.join(rule.operands)} -> {', '.join(rule.results)}",
-        reduction_factors=(rule.contracting,) if rule.contracting else (),
-    )
+    function.def_partition(partition, sharding_rule=partial(_sharding_rule, rule))
     return function
+
+
+def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:
+    """The rule for Shardy, in which a dimension that no axis may cut has a name for each array.
+
+    NOTE: as a need_replication factor its sharding would still be propagated, and then undone.
+    """
+    extents = _extents(rule, operand_types)
+    sizes = [size for size in mesh.shape.values() if size > 1]
+    may_be_cut = {
+        name: any(extent % (_unit(rule, name) * size) == 0 for size in sizes)
+        for name, extent in extents.items()
+    }
+    numbers = itertools.count()
+    rename = lambda name: name if may_be_cut[name] else f"{name}_{next(numbers)}"
+    side = lambda arrays: ", ".join(" ".join(map(rename, dims.split())) for dims in arrays)
+    is_summed = rule.contracting is not None and may_be_cut[rule.contracting]
+    factors = dict(reduction_factors=(rule.contracting,)) if is_summed else {}
+    return f"{side(rule.operands)} -> {side(rule.results)}", factors
 
 
 def choose_axes(
@@ -163,7 +179,7 @@ def _claim(axes: Axes, name: str, wanted, rule: PartitionRule, extents, mesh_sha
     if axes[name]:
         return
     used = {axis for names in axes.values() for axis in names}
-    unit = rule.blocks.get(name, 1)
+    unit = _unit(rule, name)
     kept = []
     for axis in wanted:
         unit *= mesh_shape[axis]
@@ -218,6 +234,11 @@ def _extents(rule: PartitionRule, operands: Sequence[Any]) -> dict[str, int]:
         for name, extent in zip(dims.split(), x.shape, strict=True):
             extents[name] = max(extents.get(name, 0), extent)
     return extents
+
+
+def _unit(rule: PartitionRule, name: str) -> int:
+    """What the elements on each device must be a multiple of."""
+    return rule.blocks.get(name, 1)
 
 
 def _spec(dims: str, axes: Axes) -> PartitionSpec:
