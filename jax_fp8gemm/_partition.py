@@ -163,7 +163,9 @@ def with_auto_axes(
     mesh = _explicit_mesh(operands)
     if mesh is None:
         return function(*operands)
-    axes, out_sharding = mesh.explicit_axes, out_shardings()
+    # None: no operand is on the mesh of the caller.
+    out_sharding = out_shardings() or NamedSharding(mesh, PartitionSpec())
+    axes = mesh.explicit_axes
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*operands)
 
 
