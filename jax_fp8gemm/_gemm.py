@@ -92,6 +92,11 @@ def gemm(
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
     op = "gemm"
+    if lhs.ndim == 3:
+        operands = lhs, lhs_scale, rhs, rhs_scale, *accum
+        elements = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in operands]
+        (out,) = _shape_rule(*elements, is_1d1d=is_1d1d, out_dtype=out_dtype)
+        return [jax.ShapeDtypeStruct((lhs.shape[0], *out.shape), out.dtype)]
     _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)")
     _checks.check_ndim(op, "rhs", rhs, 2, "(n, k)")
     _checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
@@ -169,10 +174,21 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
     return config.attributes(**spec, lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs), num_sms=num_sms)
 
 
-def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
-    """Folds a batched lhs into m, a batched rhs into n.
+def _each(run):
+    """`run` for one product, or for a batch of them if all operands have one dimension more."""
 
-    One by one where both (or accum) are, and where a block of 128 columns would span two elements.
+    def run_each(*operands, **params):
+        if operands[0].ndim == 2:
+            return run(*operands, **params)
+        return map_batch(partial(run, **params), operands, [0] * len(operands))
+
+    return run_each
+
+
+def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
+    """Folds a batched lhs into m, a batched rhs into n; a product for each element where both are.
+
+    One by one where only accum is, and where a block of 128 columns would span two elements.
     """
     lhs_batched = any(d is not None for d in dims[:2])
     rhs_batched = any(d is not None for d in dims[2:4])
@@ -182,29 +198,36 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
         else jnp.moveaxis(operands[i], dims[i], 0)
     )
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    params["is_1d1d"] = is_1d1d
+    if operands[0].ndim - (dims[0] is not None) == 3:
+        batches = [front(i, size) for i in range(len(operands))]
+        (out,) = gemm_p(*(x.reshape(-1, *x.shape[2:]) for x in batches), **params)
+        return [out.reshape(size, -1, *out.shape[1:])], [0]
+    if lhs_batched and rhs_batched:
+        return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
-    if lhs_batched == rhs_batched or (rhs_batched and not is_1d1d and n % _BLOCK):
-        call = lambda *xs: gemm_p(*xs, is_1d1d=is_1d1d, **params)
-        return map_batch(call, operands, dims), [0]
+    if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
+        return map_batch(partial(gemm_p, **params), operands, dims), [0]
     operands_front = [front(i, size) for i in ((0, 1) if lhs_batched else (2, 3))]
     accum = [front(4, size)] if len(operands) == 5 else []
     fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
     if lhs_batched:
         m = operands_front[0].shape[1]
         lhs = map(fold, operands_front)
-        (out,) = gemm_p(*lhs, *operands[2:4], *map(fold, accum), is_1d1d=is_1d1d, **params)
+        (out,) = gemm_p(*lhs, *operands[2:4], *map(fold, accum), **params)
         return [out.reshape(size, m, n)], [0]
     values, scale = operands_front
     m = operands[0].shape[0]
     accum = [jnp.moveaxis(x, 0, 1).reshape(m, size * n) for x in accum]
-    (out,) = gemm_p(*operands[:2], fold(values), fold(scale), *accum, is_1d1d=is_1d1d, **params)
+    (out,) = gemm_p(*operands[:2], fold(values), fold(scale), *accum, **params)
     return [out.reshape(m, size, n)], [1]
 
 
 def _partition_rule(*operands, is_1d1d: bool, out_dtype) -> PartitionRule:
     blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
-    dims = ("m k", "m k", "n k", "n k", "m n")
-    return PartitionRule(dims[: len(operands)], ("m n",), blocks, contracting="k")
+    batch = "b " if operands[0].ndim == 3 else ""
+    *dims, out = (f"{batch}{x}" for x in ("m k", "m k", "n k", "n k", "m n", "m n"))
+    return PartitionRule(tuple(dims[: len(operands)]), (out,), blocks, contracting="k")
 
 
 def _sum_partials(run, lhs, lhs_scale, rhs, rhs_scale, *accum, reduce, is_1d1d: bool, out_dtype):
@@ -220,8 +243,8 @@ def _sum_partials(run, lhs, lhs_scale, rhs, rhs_scale, *accum, reduce, is_1d1d: 
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     shape_rule=_shape_rule,
-    reference=reference,
-    ffi_call=_ffi_call,
+    reference=_each(reference),
+    ffi_call=_each(_ffi_call),
     batch_rule=_batch_rule,
     partition_rule=_partition_rule,
     sum_partials=_sum_partials,

@@ -16,7 +16,7 @@ import jax
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
 from jax_fp8gemm._partition import PartitionRule, partitioned
@@ -54,8 +54,6 @@ def define_primitive(
       bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
       mesh axes are replicated first, and all get the union of their varying manual axes.
     """
-    primitive = Primitive(name)
-    primitive.multiple_results = True
     op = name.removeprefix("jax_fp8gemm_")
 
     def abstract_eval(*avals, implementation, **params):
@@ -63,28 +61,26 @@ def define_primitive(
         assert len(varying) == 1, f"{op}: operands vary over {varying}; bind() makes them agree"
         return [_like(avals[0], out) for out in shape_rule(*avals, **params)]
 
-    def lower(run, ctx, *operands, implementation, **params):
-        local = partial(run, **params)
-        # Inside shard_map operands are shards already.
-        if partition_rule is not None and not _is_manual(ctx.avals_in):
-            sum_local = sum_partials and partial(sum_partials, run, **params)
-            local = partitioned(local, partition_rule(*ctx.avals_in, **params), sum_local)
-        return mlir.lower_fun(local, multiple_results=True)(ctx, *operands)
+    def lower_shards(run, ctx, *operands, **params):
+        return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
 
-    lower_reference = partial(lower, reference)
+    def lower_arrays(run, ctx, *operands, **params):
+        rule = partition_rule(*ctx.avals_in, **params)
+        sum_local = sum_partials and partial(sum_partials, run, **params)
+        function = partitioned(partial(run, **params), rule, sum_local)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
-    def lower_default(ctx, *operands, implementation, **params):
+    def lower_default(lower, ctx, *operands, implementation, **params):
         if implementation != "xla":
             _fall_back(op, implementation, f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU")
-        return lower_reference(ctx, *operands, implementation=implementation, **params)
+        return lower(reference, ctx, *operands, **params)
 
-    def lower_cuda(ctx, *operands, implementation, **params):
+    def lower_cuda(lower, ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else _unusable_reason()
         if reason is not None:
             _fall_back(op, implementation, reason)
-        if implementation == "xla" or reason is not None:
-            return lower_reference(ctx, *operands, implementation=implementation, **params)
-        return lower(ffi_call, ctx, *operands, implementation=implementation, **params)
+        run = reference if implementation == "xla" or reason is not None else ffi_call
+        return lower(run, ctx, *operands, **params)
 
     def batch(operands, dims, **params):
         operands = [replicate(x) for x in operands]
@@ -108,19 +104,30 @@ def define_primitive(
             "(their own derivatives are not differentiable)."
         )
 
-    primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
-    mlir.register_lowering(primitive, lower_default)
-    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = no_jvp
-    partial_eval.dce_rules[primitive] = dce
+    def make(lower):
+        primitive = Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(abstract_eval)
+        primitive.def_impl(partial(xla.apply_primitive, primitive))
+        mlir.register_lowering(primitive, partial(lower_default, lower))
+        mlir.register_lowering(primitive, partial(lower_cuda, lower), platform="cuda")
+        batching.primitive_batchers[primitive] = batch
+        ad.primitive_jvps[primitive] = no_jvp
+        partial_eval.dce_rules[primitive] = dce
+        return primitive
+
+    # Two, because what is partitioned cannot be lowered without devices, and in shard_map, where
+    # the operands are shards, partitioning by the compiler may abort the process.
+    on_shards = on_arrays = make(lower_shards)
     if partition_rule is not None:
+        on_arrays = make(lower_arrays)
         # NOTE: there is no public way to say so, and an eager call fails without.
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
+        dispatch.prim_requires_devices_during_lowering.add(on_arrays)
 
     def bind(*operands, implementation, **params):
         operands = match_varying(*(replicate(x) for x in operands))
+        is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
+        primitive = on_shards if is_manual else on_arrays
         return primitive.bind(*operands, implementation=implementation, **params)
 
     return bind
@@ -130,10 +137,6 @@ def _like(aval, out: jax.ShapeDtypeStruct):
     """`out` on the mesh and with the varying axes of `aval`, not sharded over Explicit axes."""
     sharding = aval.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
     return aval.update(shape=out.shape, dtype=out.dtype, sharding=sharding, weak_type=False)
-
-
-def _is_manual(avals) -> bool:
-    return any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in avals)
 
 
 def _platforms(ctx) -> str:

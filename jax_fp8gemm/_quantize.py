@@ -141,10 +141,10 @@ def _run_folded(x, *, mode: str, **params) -> Sequence[jax.Array]:
 
 
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
-    if x.ndim != 3 or mode not in _SQUARE:
+    if x.ndim != 3:
         _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
     *batch, m, k = x.shape
-    rows, columns = block_types(m, k, 1, e5m2), block_types(k, m, 1, e5m2)
+    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(k, m, 1, e5m2, batch)
     values, scale = block_types(m, k, _BLOCK, e5m2, batch)
     transposed = block_types(k, m, _BLOCK, e5m2, batch)
     return {
@@ -181,6 +181,8 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     results = _shape_rule(x, **params)
     if x.size == 0:
         return _reference(x, **params)
+    if x.ndim == 3 and mode not in _SQUARE:
+        return map_batch(partial(_ffi_call, **params), [x], [0])
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
     scale_layout = row_major if mode in _SQUARE else column_major
@@ -195,16 +197,15 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
 
 
 def _batch_rule(operands, dims, *, mode: str, **params):
-    """Folds the batch into m where no scale block then spans two elements; else one by one."""
+    """Folds the batch into m where the kernel takes no batch and no scale block would then span
+    two elements."""
     x = jnp.moveaxis(operands[0], dims[0], 0)
-    if mode in _SQUARE:  # whose kernel takes a batch as it is
-        matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    m, k = x.shape[-2:]
+    if x.ndim == 4 or mode in _SQUARE or (mode != "row" and m % _BLOCK):
+        matrices = x.reshape(math.prod(x.shape[:-2]), m, k)
         results = quantize_p(matrices, mode=mode, **params)
         return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
-    batch, m, k = x.shape
-    if mode != "row" and m % _BLOCK:
-        results = map_batch(lambda x: quantize_p(x, mode=mode, **params), [x], [0])
-        return results, [0] * len(results)
+    batch = x.shape[0]
     results = quantize_p(x.reshape(batch * m, k), mode=mode, **params)
     params.pop("implementation")
     elements = _shape_rule(jax.ShapeDtypeStruct((m, k), x.dtype), mode=mode, **params)
