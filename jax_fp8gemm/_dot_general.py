@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._matmul import product
-from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, shardings_of
+from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, spec_of
 from jax_fp8gemm._partition import with_auto_axes
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
@@ -73,8 +73,8 @@ def dot_general(
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs)
     operands = jnp.asarray(lhs), jnp.asarray(rhs)
-    out_sharding = partial(shardings_of, xla, spec.out_dtype, *operands)
-    return with_auto_axes(partial(_contract, spec, dims), operands, out_sharding)
+    out_spec = partial(spec_of, xla, spec.out_dtype, *operands)
+    return with_auto_axes(partial(_contract, spec, dims), operands, out_spec)
 
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:

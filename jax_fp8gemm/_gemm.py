@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_config
-from jax_fp8gemm._partition import PartitionRule, result_shardings, with_auto_axes
+from jax_fp8gemm._partition import PartitionRule, result_specs, with_auto_axes
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -85,9 +85,9 @@ def gemm(
     out_dtype = jnp.dtype(out_dtype)
     params = dict(is_1d1d=is_1d1d, out_dtype=out_dtype)
     operands = [jnp.asarray(x) for x in operands]
-    out_shardings = lambda: result_shardings(_partition_rule(*operands, **params), *operands)
+    out_specs = lambda: result_specs(_partition_rule(*operands, **params), *operands)
     run = partial(gemm_p, implementation=implementation, **params)
-    return with_auto_axes(run, operands, out_shardings)[0]
+    return with_auto_axes(run, operands, out_specs)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):

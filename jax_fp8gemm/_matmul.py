@@ -30,7 +30,7 @@ from jax_fp8gemm._matmul_spec import (
     make_spec,
     name_residual,
     quantize_args,
-    shardings_of,
+    spec_of,
 )
 from jax_fp8gemm._partition import with_auto_axes
 from jax_fp8gemm._primitive import match_varying
@@ -107,8 +107,8 @@ def matmul(
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
     operands = jax.tree.map(jnp.asarray, (lhs, rhs))
-    out_sharding = partial(shardings_of, xla, spec.out_dtype, *operands)
-    return with_auto_axes(partial(_broadcast_product, spec), operands, out_sharding)
+    out_spec = partial(spec_of, xla, spec.out_dtype, *operands)
+    return with_auto_axes(partial(_broadcast_product, spec), operands, out_spec)
 
 
 def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:

@@ -69,11 +69,13 @@ def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
     return pair if is_xla else None
 
 
-def shardings_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
-    """The sharding over Explicit mesh axes that `xla(lhs, rhs)` would have."""
+def spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
+    """The PartitionSpec over Explicit mesh axes that `xla(lhs, rhs)` would have."""
     rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
     cast = lambda x: x.astype(dtype)
-    return jax.eval_shape(lambda lhs, rhs: xla(cast(lhs), cast(rhs)), lhs, rhs).sharding
+    # Not eval_shape, which tells a sharding only where all axes are Explicit.
+    closed = jax.make_jaxpr(lambda lhs, rhs: xla(cast(lhs), cast(rhs)))(lhs, rhs)
+    return closed.out_avals[0].sharding.spec
 
 
 def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:

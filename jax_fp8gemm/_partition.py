@@ -144,28 +144,26 @@ def choose_axes(
     return axes
 
 
-def result_shardings(rule: PartitionRule, *operands: Any) -> list[NamedSharding]:
-    """Shardings of the results over Explicit mesh axes, given the types of the operands."""
+def result_specs(rule: PartitionRule, *operands: Any) -> list[PartitionSpec]:
+    """How the results are cut by Explicit mesh axes, given the types of the operands."""
     mesh = _explicit_mesh(operands)
     specs = [_padded_spec(jax.typeof(x)) for x in operands]
     axes = choose_axes(rule, _extents(rule, operands), mesh.shape, specs, [])
     uncut = dict(axes, **{rule.contracting: ()}) if rule.contracting else axes
-    return [NamedSharding(mesh, _spec(dims, uncut)) for dims in rule.results]
+    return [_spec(dims, uncut) for dims in rule.results]
 
 
 def with_auto_axes(
-    function: Callable[..., Any], operands: Sequence[Any], out_shardings: Callable[[], Any]
+    function: Callable[..., Any], operands: Sequence[Any], out_specs: Callable[[], Any]
 ) -> Any:
     """function(*operands) with the sharding over Explicit mesh axes left to the compiler.
 
-    out_shardings() is that of the results, and asked for only where there are such axes.
+    out_specs() says how such axes cut the results, and is asked only where there are any.
     """
     mesh = _explicit_mesh(operands)
     if mesh is None:
         return function(*operands)
-    # None: no operand is on the mesh of the caller.
-    out_sharding = out_shardings() or NamedSharding(mesh, PartitionSpec())
-    axes = mesh.explicit_axes
+    axes, out_sharding = mesh.explicit_axes, jax.tree.map(partial(NamedSharding, mesh), out_specs())
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*operands)
 
 

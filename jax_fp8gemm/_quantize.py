@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
-from jax_fp8gemm._partition import PartitionRule, result_shardings, with_auto_axes
+from jax_fp8gemm._partition import PartitionRule, result_specs, with_auto_axes
 from jax_fp8gemm._primitive import define_primitive, map_batch
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
@@ -125,9 +125,9 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
         pow2_scale=bool(pow2_scale),
     )
     x = jnp.asarray(x)
-    out_shardings = lambda: result_shardings(_partition_rule(x, **params), x)
+    out_specs = lambda: result_specs(_partition_rule(x, **params), x)
     run = partial(_run_folded, implementation=implementation, **params)
-    return with_auto_axes(run, [x], out_shardings)
+    return with_auto_axes(run, [x], out_specs)
 
 
 def _run_folded(x, *, mode: str, **params) -> Sequence[jax.Array]:

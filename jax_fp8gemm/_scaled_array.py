@@ -100,8 +100,8 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     check_scaled_array("dequantize", "x", x)
     _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
     x = jax.tree.map(jnp.asarray, x)
-    sharding = lambda: jax.typeof(x.values).sharding
-    return with_auto_axes(lambda x: _dequantize(x, dtype), [x], sharding)
+    spec = lambda: jax.typeof(x.values).sharding.spec
+    return with_auto_axes(lambda x: _dequantize(x, dtype), [x], spec)
 
 
 def _dequantize(x: ScaledArray, dtype: Any) -> Float[Array, "*batch r c"]:
