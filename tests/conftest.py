@@ -1,4 +1,4 @@
-"""Settings of all tests: strict JAX, four host devices, the `gpu` marker, checked annotations."""
+"""Settings of all tests: strict JAX, eight host devices, the `gpu` marker, checked annotations."""
 
 import atexit
 import os
@@ -8,7 +8,7 @@ import tempfile
 # Before jax starts a backend, and before jax_fp8gemm reads its environment. A cache of their own
 # keeps tests from passing on kernels that another source tree compiled.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:
     os.environ["JAX_FP8GEMM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_fp8gemm_cache_")

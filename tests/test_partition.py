@@ -1,0 +1,311 @@
+"""Products on a mesh under jit: which dimensions are cut, what is moved, and that no bit changes.
+
+Small integers and power-of-two scales make every sum exact, in any order: so results on a mesh
+have the bits of those on one device, also where k is cut.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
+
+from jax_fp8gemm import (
+    Recipe,
+    ScaledArray,
+    dot_general,
+    matmul,
+    quantize,
+    quantize_both,
+    scaled_matmul,
+)
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+M, N, K = 512, 1024, 1024  # four axes' worth of scale blocks, and eight
+exact_matmul = functools.partial(matmul, recipe=Recipe(pow2_scale=True))
+both_axis_types = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+
+@functools.cache
+def exact(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-7, 8, size=shape) * 2.0 ** rng.integers(0, 3, size=shape)
+    return jnp.asarray(x, jnp.float32)
+
+
+def on_mesh(axis_type):
+    return mesh(axis_type, axis_type, shape=(4, 2))
+
+
+def place(mesh, operands, specs):
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+
+
+def compile_and_run(function, *operands, **jit_args):
+    compiled = jax.jit(function, **jit_args).lower(*operands).compile()
+    return compiled, compiled(*operands)
+
+
+# lhs (m, k), rhs (k, n) and the result; what is moved. XLA gathers FP8 as f16 on a CPU.
+PRODUCTS = {
+    "m": (P("x"), P(), P("x"), []),
+    "n": (P(), P(None, "x"), P(None, "x"), []),
+    "m and n": (P("x"), P(None, "y"), P("x", "y"), []),
+    "m over two axes": (P(("x", "y")), P(), P(("x", "y")), []),
+    "k": (P(None, "x"), P("x"), P(), ["all-reduce f32[512,1024]"]),
+    "k over two axes": (P(None, ("x", "y")), P(("x", "y")), P(), ["all-reduce f32[512,1024]"]),
+    "m and k": (P("x", "y"), P("y"), P("x"), ["all-reduce f32[128,1024]"]),
+    "k, then n of the result": (
+        P(None, "x"),
+        P("x"),
+        P(None, "x"),
+        ["reduce-scatter f32[512,256]"],
+    ),
+    "m, and k of rhs by the same axis": (
+        P("x"),
+        P("x"),
+        P("x"),
+        ["all-gather f16[1024,1024]", "all-gather f32[8,8]"],
+    ),
+    "m and n, and k of rhs by the axis of m": (
+        P("x"),
+        P("x", "y"),
+        P("x", "y"),
+        ["all-gather f16[512,1024]", "all-gather f32[4,8]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("lhs_spec, rhs_spec, out_spec, moved", PRODUCTS.values(), ids=PRODUCTS)
+@both_axis_types
+def test_product(axis_type, lhs_spec, rhs_spec, out_spec, moved):
+    operands = exact(M, K), exact(K, N, seed=1)
+    on = on_mesh(axis_type)
+    sharding = NamedSharding(on, out_spec)
+    is_auto = axis_type == AUTO
+    compiled, out = compile_and_run(
+        functools.partial(exact_matmul, out_sharding=None if is_auto else sharding),
+        *place(on, operands, (lhs_spec, rhs_spec)),
+        out_shardings=sharding if is_auto else None,
+    )
+    assert collectives(compiled) == moved
+    assert out.sharding.is_equivalent_to(sharding, 2)
+    reference.assert_same_bits(out, jax.jit(exact_matmul)(*operands))
+
+
+def vjp(product, lhs, rhs, dout):
+    """out, dlhs, drhs"""
+    out, pullback = jax.vjp(product, lhs, rhs)
+    return out, *pullback(dout)
+
+
+# lhs, rhs and out; what is moved, of the three products.
+GRADIENTS = {
+    "data parallel": (P("x"), P(), P("x"), ["all-reduce f32[1024,1024]"]),
+    "fully sharded": (
+        P("x"),
+        P("x"),
+        P("x"),
+        ["all-gather f16[1024,1024]"] * 2
+        + ["all-gather f32[8,8]"] * 2
+        + ["reduce-scatter f32[256,1024]"],
+    ),
+    "columns": (
+        P("x"),
+        P(None, "y"),
+        P("x", "y"),
+        ["all-reduce f32[1024,512]", "all-reduce f32[128,1024]"],
+    ),
+    "rows": (
+        P("x", "y"),
+        P("y"),
+        P("x"),
+        ["all-reduce f32[128,1024]", "all-reduce f32[512,1024]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("lhs_spec, rhs_spec, out_spec, moved", GRADIENTS.values(), ids=GRADIENTS)
+@both_axis_types
+def test_gradients_lie_and_move_as_their_operands(axis_type, lhs_spec, rhs_spec, out_spec, moved):
+    operands = exact(M, K), exact(K, N, seed=1), exact(M, N, seed=2)
+    on = on_mesh(axis_type)
+    specs = lhs_spec, rhs_spec, out_spec
+    shardings = [NamedSharding(on, spec) for spec in (out_spec, lhs_spec, rhs_spec)]
+    is_auto = axis_type == AUTO
+    product = functools.partial(exact_matmul, out_sharding=None if is_auto else shardings[0])
+    compiled, results = compile_and_run(
+        functools.partial(vjp, product),
+        *place(on, operands, specs),
+        out_shardings=tuple(shardings) if is_auto else None,
+    )
+    assert collectives(compiled) == moved
+    expected = jax.jit(functools.partial(vjp, exact_matmul))(*operands)
+    for x, y, sharding in zip(results, expected, shardings, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, 2)
+        reference.assert_same_bits(x, y)
+
+
+MISALIGNED = {
+    "m=136 over 4": (AUTO, (136, 256, 256), P("x"), P(None, "y"), P("x", "y")),
+    "m odd": (AUTO, (77, 256, 256), P(None, "y"), P("y"), P()),
+    "k=192 over 2": (AUTO, (256, 256, 192), P("x", "y"), P("y"), P("x")),
+    "n=200 over 2": (AUTO, (256, 200, 256), P("x"), P(None, "y"), P("x", "y")),
+    "n=512 over 8": (AUTO, (256, 512, 256), P(), P(None, ("x", "y")), P(None, ("x", "y"))),
+    "m, n, k": (EXPLICIT, (136, 200, 192), P("x", "y"), P("y"), P("x")),
+}
+
+
+@pytest.mark.parametrize(
+    "axis_type, shape, lhs_spec, rhs_spec, out_spec", MISALIGNED.values(), ids=MISALIGNED
+)
+def test_shards_that_would_cut_a_scale_block(axis_type, shape, lhs_spec, rhs_spec, out_spec):
+    m, n, k = shape
+    on = on_mesh(axis_type)
+    operands = exact(m, k), exact(k, n, seed=1), exact(m, n, seed=2)
+    sharding = NamedSharding(on, out_spec) if axis_type == EXPLICIT else None
+    product = functools.partial(exact_matmul, out_sharding=sharding)
+    cut = place(on, operands, (lhs_spec, rhs_spec, out_spec))
+    results = jax.jit(functools.partial(vjp, product))(*cut)
+    expected = jax.jit(functools.partial(vjp, exact_matmul))(*operands)
+    for x, y in zip(results, expected, strict=True):
+        reference.assert_same_bits(x, y)
+
+
+def test_k_cut_of_random_data():
+    lhs, rhs = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(M, K), (K, N)])
+    )
+    cut = place(on_mesh(AUTO), (lhs, rhs), (P(None, "x"), P("x")))
+    expected = np.asarray(matmul(lhs, rhs))
+    # f32 partial sums, added in another order than on one device.
+    bound = 2e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(jax.jit(matmul)(*cut)), expected, rtol=0, atol=bound)
+
+
+def test_partial_sums_are_rounded_once():
+    """Not each to bf16, and accumulate_into is added once."""
+    lhs, rhs = (quantize(x, pow2_scale=True) for x in (exact(M, K), exact(N, K, seed=1)))
+    on = on_mesh(AUTO)
+    specs = ScaledArray(P(None, "x"), P(None, "x"))
+    shardings = jax.tree.map(functools.partial(NamedSharding, on), specs)
+    cut = [jax.device_put(x, shardings) for x in (lhs, rhs)]
+    reference.assert_same_bits(jax.jit(scaled_matmul)(*cut), scaled_matmul(lhs, rhs))
+    accum = exact(M, N, seed=2)
+    add = lambda lhs, rhs, accum: scaled_matmul(
+        lhs, rhs, out_dtype=jnp.float32, accumulate_into=accum
+    )
+    for spec in (P(), P("y"), P("x")):
+        sharding = NamedSharding(on, spec)
+        out = jax.jit(add, out_shardings=sharding)(*cut, jax.device_put(accum, sharding))
+        reference.assert_same_bits(out, add(lhs, rhs, accum))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        quantize,
+        functools.partial(quantize, axis=-2),
+        quantize_both,
+        functools.partial(quantize, block=(128, 128), with_transpose=True),
+    ],
+    ids=["rows", "columns", "rows and columns", "blocks"],
+)
+@both_axis_types
+def test_quantize_where_its_operand_lies(axis_type, function):
+    on = on_mesh(axis_type)
+    for shape, spec in (
+        ((512, 256), P("x", "y")),
+        ((512, 256), P("y", None)),
+        ((256, 384), P("x", "y")),  # half a block of rows, one and a half of columns
+        ((2, 4, 130, 64), P("y", "x")),
+    ):
+        x = jax.random.normal(jax.random.key(0), shape)
+        compiled, out = compile_and_run(function, *place(on, [x], [spec]))
+        jax.tree.map(reference.assert_same_bits, out, function(x))
+        if shape != (256, 384):
+            assert collectives(compiled) == []
+            for leaf in jax.tree.leaves(out):
+                assert not leaf.sharding.is_fully_replicated
+
+
+def test_scales_follow_their_values():
+    on = on_mesh(EXPLICIT)
+    (x,) = place(on, [exact(M, K)], [P("x", "y")])
+    rows, columns = quantize_both(x)
+    assert [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves((rows, columns))] == [
+        P("x", "y"),
+        P("x", "y"),
+        P("y", "x"),
+        P("y", "x"),
+    ]
+    assert jax.typeof(rows.dequantize()).sharding.spec == P("x", "y")
+    out = scaled_matmul(rows, quantize(exact(N, K), block=(128, 128)))
+    assert jax.typeof(out).sharding.spec == P("x", None)  # summed over y
+
+
+@both_axis_types
+def test_batch_dimensions(axis_type):
+    on = on_mesh(axis_type)
+    lhs, rhs = exact(8, 128, 256), exact(8, 256, 136, seed=1)
+    for operands, specs in (
+        ((lhs, rhs), (P("x"), P("x"))),
+        ((lhs, rhs[0]), (P("x"), P())),
+        ((lhs[0], rhs[..., :128]), (P(), P("x"))),
+    ):
+        compiled, out = compile_and_run(exact_matmul, *place(on, operands, specs))
+        assert collectives(compiled) == []
+        reference.assert_same_bits(out, exact_matmul(*operands))
+    cut = place(on, (lhs, rhs), (P("x"), P("x")))
+    mapped = jax.vmap(jax.vmap(exact_matmul, (0, None)), (0, 0))
+    out = jax.jit(mapped)(cut[0][:, :, None], cut[1])
+    reference.assert_same_bits(out[:, :, 0], exact_matmul(lhs, rhs))
+    dims = (((2,), (1,)), ((0,), (0,)))
+    out = jax.jit(functools.partial(dot_general, dimension_numbers=dims))(*cut)
+    reference.assert_same_bits(out, dot_general(lhs, rhs, dims))
+
+
+@both_axis_types
+def test_layers_in_a_scan_with_remat(axis_type):
+    """Weights sharded over the axis of the rows are gathered in each step, as FP8."""
+    on = on_mesh(axis_type)
+    x, weights = exact(M, 512), exact(3, 512, 512, seed=1) / 2**10
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(exact_matmul(x, w)), None
+
+    def gradients(x, weights):
+        return jax.grad(lambda x, w: jax.lax.scan(layer, x, w)[0].sum(), (0, 1))(x, weights)
+
+    cut = place(on, (x, weights), (P("x"), P(None, "x")))
+    compiled, found = compile_and_run(gradients, *cut)
+    gathered = {text for text in collectives(compiled) if "all-gather" in text}
+    assert gathered == {"all-gather f16[512,512]", "all-gather f32[4,4]"}
+    for a, b in zip(found, jax.jit(gradients)(x, weights), strict=True):
+        # tanh and sums of its gradients round; the order of the sums differs.
+        assert reference.calc_diff(a, b) < 1e-9
+
+
+def test_eager_calls_on_sharded_arrays():
+    operands = exact(M, K), exact(K, N, seed=1)
+    for specs in ((P("x"), P(None, "y")), (P(None, "x"), P("x"))):
+        out = exact_matmul(*place(on_mesh(AUTO), operands, specs))
+        reference.assert_same_bits(out, exact_matmul(*operands))
+
+
+def test_a_mesh_of_auto_and_explicit_axes():
+    operands = exact(M, K), exact(K, N, seed=1)
+    on = mesh(AUTO, EXPLICIT, shape=(4, 2))
+    compiled, out = compile_and_run(exact_matmul, *place(on, operands, (P("x"), P(None, "y"))))
+    assert collectives(compiled) == []
+    assert out.sharding.is_equivalent_to(NamedSharding(on, P("x", "y")), 2)
+    reference.assert_same_bits(out, exact_matmul(*operands))
