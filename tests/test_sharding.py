@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
 from test_primitive import K, M, N, cuda_text, custom_calls
@@ -166,14 +166,20 @@ def test_sharded_k_with_a_psum_inside_shard_map():
     assert_equal(jax.jit(contract)(*operands()), unsharded()[0])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_partial_manual_shard_map(axis_type):
+def test_partial_manual_shard_map(axis_type, check_vma):
     on = mesh(axis_type, axis_type, shape=(2, 2))
     lhs, rhs = operands()
     lhs = jax.device_put(lhs, NamedSharding(on, P("x")))
     rhs = jax.device_put(rhs, NamedSharding(on, P(None, "y")))
     rows = jax.shard_map(
-        matmul, mesh=on, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
+        matmul,
+        mesh=on,
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+        axis_names={"x"},
+        check_vma=check_vma,
     )
     assert_equal(jax.jit(rows)(lhs, rhs), unsharded()[0])
 
@@ -184,3 +190,13 @@ def test_shard_map_lowers_to_the_kernels():
     calls = custom_calls(cuda_text(rows, lhs, rhs))
     assert len(calls) == 3
     assert f"tensor<{M // 4}x{K}xf8E4M3FN>" in calls[2][2]
+
+
+def test_shard_map_lowers_without_devices():
+    on = AbstractMesh((4,), ("x",), axis_types=(AUTO,))
+    rows = jax.shard_map(matmul, mesh=on, in_specs=(P("x"), P()), out_specs=P("x"))
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, spec))
+        for x, spec in zip(operands(), (P("x"), P()), strict=True)
+    ]
+    assert len(custom_calls(cuda_text(rows, *structs))) == 3
