@@ -50,7 +50,8 @@ def scaled_matmul(
       implementation: None, the kernel where it can run and the reference elsewhere, with one
         warning; "cuda", the kernel or an error; "xla", the reference.
     Returns:
-      (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is.
+      (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is. Sharded over Explicit
+      mesh axes as lhs is in m and rhs in n; summed over those that k is sharded over.
     Raises:
       ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
       RuntimeError: implementation="cuda" where the kernel cannot run.

@@ -71,14 +71,19 @@ def matmul(
         operands.
       implementation: None, the kernels where they can run and the reference elsewhere, with one
         warning; "cuda", the kernels or an error; "xla", the reference.
-      out_sharding: sharding of the result over Explicit mesh axes, as in jnp.matmul. Operands
-        sharded over such axes are gathered; the result is sharded as jnp.matmul's.
+      out_sharding: sharding of the result over Explicit mesh axes, as in jnp.matmul: needed where
+        k is sharded over one.
     Returns:
       (..., m, n) array. Gradients have the dtypes of their operands.
     Raises:
       TypeError: a dtype. ValueError: shapes, precision, implementation, scale block.
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
+
+    On a mesh, under jit, each device multiplies its shards where they hold whole scale blocks: 128
+    of k, of n, and for gradients of m. An operand is gathered along a dimension where they do not,
+    and, in FP8, along one whose mesh axis cuts another dimension of the product. Where k is
+    sharded, f32 partial sums are added.
 
     The backward pass keeps lhs quantised along m ("fp8gemm_lhs"; lhs itself with wgrad="bf16") and
     rhs ("fp8gemm_rhs"), named for jax.checkpoint_policies.save_only_these_names, as is the result

@@ -52,7 +52,7 @@ def partitioned(
     rule: PartitionRule,
     sum_partials: Callable[..., Arrays] | None = None,
 ) -> Callable[..., Arrays]:
-    """`run` for arrays of a program on many devices, lowered to itself on one.
+    """`run` on arrays that the compiler may shard; on one device it is `run` itself.
 
     Args:
       run: (*operands) -> results, on one device.

@@ -65,6 +65,7 @@ def define_primitive(
         return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
 
     def lower_arrays(run, ctx, *operands, **params):
+        assert partition_rule is not None
         rule = partition_rule(*ctx.avals_in, **params)
         sum_local = sum_partials and partial(sum_partials, run, **params)
         function = partitioned(partial(run, **params), rule, sum_local)

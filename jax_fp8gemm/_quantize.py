@@ -53,7 +53,7 @@ def quantize(
         warning; "cuda", the kernel or an error; "xla", the reference. All give the same bits.
     Returns:
       ScaledArray of the values and f32 scales. A block with an Inf or a NaN is NaN throughout.
-      Not differentiable.
+      Not differentiable. Sharded as `x`, where its shards hold whole blocks.
     Raises:
       TypeError: dtype of x, or `dtype`. ValueError: rank, block, axis, with_transpose.
       RuntimeError: implementation="cuda" where the kernel cannot run.
