@@ -200,18 +200,19 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
     )
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     params["is_1d1d"] = is_1d1d
-    if operands[0].ndim - (dims[0] is not None) == 3:
+    fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
+    is_batch = operands[0].ndim - (dims[0] is not None) == 3
+    if is_batch or (lhs_batched and rhs_batched):
         batches = [front(i, size) for i in range(len(operands))]
-        (out,) = gemm_p(*(x.reshape(-1, *x.shape[2:]) for x in batches), **params)
-        return [out.reshape(size, -1, *out.shape[1:])], [0]
-    if lhs_batched and rhs_batched:
-        return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
+        if not is_batch:
+            return gemm_p(*batches, **params), [0]
+        (out,) = gemm_p(*map(fold, batches), **params)
+        return [out.reshape(*batches[0].shape[:2], *out.shape[1:])], [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
     if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
         return map_batch(partial(gemm_p, **params), operands, dims), [0]
     operands_front = [front(i, size) for i in ((0, 1) if lhs_batched else (2, 3))]
     accum = [front(4, size)] if len(operands) == 5 else []
-    fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
     if lhs_batched:
         m = operands_front[0].shape[1]
         lhs = map(fold, operands_front)

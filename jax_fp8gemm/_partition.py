@@ -63,7 +63,8 @@ def partitioned(
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         if mesh.empty:  # shardings that no mesh describes
-            mesh = Mesh(np.array(sorted(operands[0].sharding.device_set, key=id)), ("devices",))
+            devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
+            mesh = Mesh(np.array(devices), ("devices",))
             operand_specs = result_specs = []
         else:
             operand_specs = [_padded_spec(x) for x in operands]

@@ -1,0 +1,84 @@
+"""Products on a mesh under vmap, scan and remat, called eagerly, and on a mesh of mixed axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import reference
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
+from test_partition import (
+    AUTO,
+    EXPLICIT,
+    K,
+    M,
+    N,
+    both_axis_types,
+    compile_and_run,
+    exact,
+    exact_matmul,
+    on_mesh,
+    place,
+)
+
+from jax_fp8gemm import dot_general
+
+
+@both_axis_types
+def test_batch_dimensions(axis_type):
+    on = on_mesh(axis_type)
+    lhs, rhs = exact(8, 128, 256), exact(8, 256, 136, seed=1)
+    for operands, specs in (
+        ((lhs, rhs), (P("x"), P("x"))),
+        ((lhs, rhs[0]), (P("x"), P())),
+        ((lhs[0], rhs[..., :128]), (P(), P("x"))),
+    ):
+        compiled, out = compile_and_run(exact_matmul, *place(on, operands, specs))
+        assert collectives(compiled) == []
+        reference.assert_same_bits(out, exact_matmul(*operands))
+    cut = place(on, (lhs, rhs), (P("x"), P("x")))
+    mapped = jax.vmap(jax.vmap(exact_matmul, (0, None)), (0, 0))
+    out = jax.jit(mapped)(cut[0][:, :, None], cut[1])
+    reference.assert_same_bits(out[:, :, 0], exact_matmul(lhs, rhs))
+    dims = (((2,), (1,)), ((0,), (0,)))
+    out = jax.jit(functools.partial(dot_general, dimension_numbers=dims))(*cut)
+    reference.assert_same_bits(out, dot_general(lhs, rhs, dims))
+
+
+@both_axis_types
+def test_layers_in_a_scan_with_remat(axis_type):
+    """Weights sharded over the axis of the rows are gathered in each step, as FP8."""
+    on = on_mesh(axis_type)
+    x, weights = exact(M, 512), exact(3, 512, 512, seed=1) / 2**10
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(exact_matmul(x, w)), None
+
+    def gradients(x, weights):
+        return jax.grad(lambda x, w: jax.lax.scan(layer, x, w)[0].sum(), (0, 1))(x, weights)
+
+    cut = place(on, (x, weights), (P("x"), P(None, "x")))
+    compiled, found = compile_and_run(gradients, *cut)
+    gathered = {text for text in collectives(compiled) if "all-gather" in text}
+    assert gathered == {"all-gather f16[512,512]", "all-gather f32[4,4]"}
+    for a, b in zip(found, jax.jit(gradients)(x, weights), strict=True):
+        # tanh and sums of its gradients round; the order of the sums differs.
+        assert reference.calc_diff(a, b) < 1e-9
+
+
+def test_eager_calls_on_sharded_arrays():
+    operands = exact(M, K), exact(K, N, seed=1)
+    for specs in ((P("x"), P(None, "y")), (P(None, "x"), P("x"))):
+        out = exact_matmul(*place(on_mesh(AUTO), operands, specs))
+        reference.assert_same_bits(out, exact_matmul(*operands))
+
+
+def test_a_mesh_of_auto_and_explicit_axes():
+    operands = exact(M, K), exact(K, N, seed=1)
+    on = mesh(AUTO, EXPLICIT, shape=(4, 2))
+    compiled, out = compile_and_run(exact_matmul, *place(on, operands, (P("x"), P(None, "y"))))
+    assert collectives(compiled) == []
+    assert out.sharding.is_equivalent_to(NamedSharding(on, P("x", "y")), 2)
+    reference.assert_same_bits(out, exact_matmul(*operands))
