@@ -52,13 +52,33 @@ def permute(
     if num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts}")
     x, indices = _prepare(x, indices)
+    group_sizes, choice, order = sort_choices(indices, num_experts)
+    return _copy_rows(x, choice, order), group_sizes, order
+
+
+def sort_choices(
+    indices: Int[Array, "m top_k"], num_experts: int
+) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
+    """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
+
+    Returns:
+      group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
+    """
     expert = indices.astype(jnp.int32).reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     experts = jnp.arange(num_experts, dtype=jnp.int32)
     group_sizes = jnp.sum(expert[:, None] == experts, axis=0, dtype=jnp.int32)
     choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    order = _inverse(choice).reshape(indices.shape)
-    return _copy_rows(x, choice, order), group_sizes, order
+    return group_sizes, choice, _inverse(choice).reshape(indices.shape)
+
+
+def limit(indices: Int[Array, "m top_k"], num_experts: int, capacity: int) -> Int[Array, "m top_k"]:
+    """`indices` with all choices of an expert but the first `capacity` made no expert."""
+    group_sizes, _, order = sort_choices(indices, num_experts)
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    expert = jnp.clip(indices, 0, num_experts - 1)
+    is_kept = order - take_rows(starts, expert) < capacity
+    return jnp.where(is_kept, indices, num_experts)
 
 
 @jax.named_scope("fp8gemm_unpermute")
@@ -100,7 +120,8 @@ def _prepare(*operands: Any) -> tuple[jax.Array, ...]:
     return match_varying(*(replicate(jnp.asarray(x)) for x in operands))
 
 
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows], all of which exist."""
     return x.at[rows].get(mode="promise_in_bounds")
 
 
@@ -109,22 +130,26 @@ def _inverse(permutation: jax.Array) -> jax.Array:
     return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
 
 
-def _sum_of_rows(rows: jax.Array, order: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """f32 sums over j of (weights[:, j] times) rows[order[:, j]]."""
-    terms = [_take(rows, column).astype(jnp.float32) for column in order.T]
+def sum_of_rows(
+    rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
+) -> jax.Array:
+    """f32 sums over j of (weights[:, j] times) rows[order[:, j]], where has_row[:, j]."""
+    terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
     if weights is not None:
         terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
+    if has_row is not None:
+        terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
     # One addition after another: a reduction would leave their order to XLA.
     return functools.reduce(jnp.add, terms)
 
 
 @jax.custom_vjp
 def _copy_rows(x: jax.Array, choice: jax.Array, order: jax.Array) -> jax.Array:
-    return _take(x, choice // order.shape[1])
+    return take_rows(x, choice // order.shape[1])
 
 
 def _copy_rows_bwd(order: jax.Array, drows: jax.Array) -> tuple[Any, ...]:
-    return _sum_of_rows(drows, order, None).astype(drows.dtype), None, None
+    return sum_of_rows(drows, order, None).astype(drows.dtype), None, None
 
 
 _copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order), _copy_rows_bwd)
@@ -132,16 +157,16 @@ _copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order)
 
 @jax.custom_vjp
 def _add_weighted(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    return _sum_of_rows(rows, order, weights).astype(rows.dtype)
+    return sum_of_rows(rows, order, weights).astype(rows.dtype)
 
 
 def _add_weighted_bwd(residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, order, weights = residuals
     choice = _inverse(order.reshape(-1))
     dout = dout.astype(jnp.float32)
-    weight = _take(weights.astype(jnp.float32).reshape(-1), choice)
-    drows = _take(dout, choice // order.shape[1]) * weight[:, None]
-    dweights = jnp.sum(_take(rows, order).astype(jnp.float32) * dout[:, None], axis=2)
+    weight = take_rows(weights.astype(jnp.float32).reshape(-1), choice)
+    drows = take_rows(dout, choice // order.shape[1]) * weight[:, None]
+    dweights = jnp.sum(take_rows(rows, order).astype(jnp.float32) * dout[:, None], axis=2)
     return drows.astype(rows.dtype), None, dweights.astype(weights.dtype)
 
 

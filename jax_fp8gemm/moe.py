@@ -1,18 +1,23 @@
-"""A mixture-of-experts layer on one device: moe_layer, or its parts, route to unpermute.
+"""A mixture-of-experts layer: moe_layer, on one device or on a mesh, or its parts on one device.
 
-No expert has a capacity and no token is dropped. All is deterministic, forward and backward.
+No expert has a capacity and no token is dropped, unless one is asked for. All is deterministic,
+forward and backward.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._exchange import AxisName, Name
+from jax_fp8gemm._expert_parallel import axis_names, expert_parallel, is_manual, on_mesh
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
+from jax_fp8gemm._permute import limit
 from jax_fp8gemm._permute import permute as permute
 from jax_fp8gemm._permute import unpermute as unpermute
 from jax_fp8gemm._primitive import replicate
@@ -39,6 +44,10 @@ def moe_layer(
     normalize: bool = True,
     recipe: Recipe = DEEPSEEK_V3,
     implementation: Implementation = None,
+    expert_axis: AxisName | None = None,
+    exchange: Name | None = None,
+    capacity_factor: float | None = None,
+    mesh: Any = None,
 ) -> Float[Array, "*batch d"]:
     """Sends each token through top_k experts and adds up their results by weight.
 
@@ -52,43 +61,102 @@ def moe_layer(
       top_k: experts a token, needed with logits.
       scoring, normalize: as for route, with logits.
       recipe, implementation: as for moe_mlp.
+      expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
+        device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
+        its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
+        (the leading dimensions of x, as one) cut along all of them.
+      exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
+        "ragged_all_to_all" (docs/scaling.md), all to the same bits, or None: the one that takes
+        least time by the sizes.
+      capacity_factor: None: no token is dropped. Else an expert takes at most capacity_factor *
+        tokens * top_k / num_experts choices, rounded up, the first ones, of the tokens (of each
+        device, with expert_axis); the others count as no expert.
+      mesh: that of expert_axis; default that of jax.set_mesh or of the operands.
     Returns:
-      (..., d) array of the dtype of x.
-    Raises: as the functions of this module.
+      (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
+      travel as FP8 with power-of-two scales, the results in the dtype of x.
+    Raises: as the functions of this module. ValueError: expert_axis, exchange, or tokens or experts
+      that do not divide evenly.
     """
     op = "moe_layer"
     check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
-    check_weights(op, "w_gate_up", w_gate_up)
-    _checks.check_ndim(op, "w_gate_up", w_gate_up, 3, "(num_experts, d, 2 f)")
-    num_experts = w_gate_up.shape[0]
-    if isinstance(router, tuple | list):
-        if len(router) != 2:
-            raise ValueError(
-                f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
-            )
-        indices = _fold(op, "indices", router[0], x)
-        weights = _fold(op, "weights", router[1], x)
-        if top_k not in (None, indices.shape[1]):
-            raise ValueError(
-                f"{op}: top_k must be None or that of indices {_checks.short_type(indices)}; "
-                f"got {top_k}"
-            )
+    for name, w, layout in (
+        ("w_gate_up", w_gate_up, "(num_experts, d, 2 f)"),
+        ("w_down", w_down, "(num_experts, f, d)"),
+    ):
+        check_weights(op, name, w)
+        _checks.check_ndim(op, name, w, 3, layout)
+    router = _fold_router(op, router, x, top_k)
+    tokens = _fold(op, "x", x, x)
+    if expert_axis is None:
+        names, num_experts = (), w_gate_up.shape[0]
     else:
-        logits = _fold(op, "router", router, x)
-        if logits.shape[1] != num_experts:
-            raise ValueError(
-                f"{op}: router must have one logit for each of the {num_experts} experts of "
-                f"w_gate_up; got router {_checks.short_type(router)}"
-            )
-        if top_k is None:
-            raise ValueError(f"{op}: top_k must go with router logits; got None")
-        indices, weights = route(logits, top_k, scoring=scoring, normalize=normalize)
-    rows, group_sizes, order = permute(_fold(op, "x", x, x), indices, num_experts)
+        names = axis_names(op, expert_axis, exchange)
+        how = dict(top_k=top_k, scoring=scoring, normalize=normalize, recipe=recipe)
+        how |= dict(implementation=implementation, expert_axis=expert_axis, exchange=exchange)
+        if not is_manual(names):
+            layer = partial(moe_layer, **how, capacity_factor=capacity_factor)
+            out = on_mesh(op, layer, (tokens, router, w_gate_up, w_down), names, mesh)
+            return out.reshape(x.shape)
+        num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
+    indices, weights = _choose(op, router, num_experts, top_k, scoring, normalize)
+    capacity = None
+    if capacity_factor is not None:
+        capacity = _capacity(op, capacity_factor, indices, num_experts)
+        indices = limit(indices, num_experts, capacity)
+    operands = (tokens, indices, weights, w_gate_up, w_down)
+    local = partial(_local_layer, recipe=recipe, implementation=implementation)
+    if expert_axis is None:
+        return local(*operands).reshape(x.shape)
+    static = dict(names=names, exchange=exchange, capacity=capacity, recipe=recipe)
+    out = expert_parallel(op, local, operands, **static, implementation=implementation)
+    return out.reshape(x.shape)
+
+
+def _local_layer(x, indices, weights, w_gate_up, w_down, *, recipe: Recipe, implementation):
+    rows, group_sizes, order = permute(x, indices, w_gate_up.shape[0])
     rows = moe_mlp(
         rows, w_gate_up, w_down, group_sizes, recipe=recipe, implementation=implementation
     )
-    return unpermute(rows, order, weights).reshape(x.shape)
+    return unpermute(rows, order, weights)
+
+
+def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
+    """Logits (m, num_experts), or indices and weights (m, top_k)."""
+    if not isinstance(router, tuple | list):
+        if top_k is None:
+            raise ValueError(f"{op}: top_k must go with router logits; got None")
+        return _fold(op, "router", router, x)
+    if len(router) != 2:
+        raise ValueError(
+            f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
+        )
+    indices, weights = _fold(op, "indices", router[0], x), _fold(op, "weights", router[1], x)
+    if top_k not in (None, indices.shape[1]):
+        raise ValueError(
+            f"{op}: top_k must be None or that of indices {_checks.short_type(indices)}; "
+            f"got {top_k}"
+        )
+    return indices, weights
+
+
+def _choose(op: str, router: Any, num_experts: int, top_k: Any, scoring: Scoring, normalize: bool):
+    """Indices and weights (m, top_k)."""
+    if isinstance(router, tuple):
+        return router
+    if router.shape[1] != num_experts:
+        raise ValueError(
+            f"{op}: router must have one logit for each of the {num_experts} experts of "
+            f"w_gate_up; got router {_checks.short_type(router)}"
+        )
+    return route(router, top_k, scoring=scoring, normalize=normalize)
+
+
+def _capacity(op: str, factor: Any, indices: Any, num_experts: int) -> int:
+    if not factor > 0:
+        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {factor!r}")
+    return math.ceil(factor * indices.size / num_experts)
 
 
 def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
