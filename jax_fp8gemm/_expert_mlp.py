@@ -62,12 +62,10 @@ class ExpertSpec:
 
 
 class _Weights(NamedTuple):
-    """Quantised weights, each with its transpose; the forward pass reads the transposes."""
+    """Quantised weights; the forward pass has their transposes."""
 
     gate_up: ScaledArray
-    gate_up_transposed: ScaledArray
     down: ScaledArray
-    down_transposed: ScaledArray
 
 
 class _Received(NamedTuple):
@@ -110,7 +108,11 @@ def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indice
 def _forward(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     exchange, fmt = spec.exchange, spec.into.recipe.fwd
-    w = _Weights(*both_ways(spec.into, fmt, w_gate_up), *both_ways(spec.down, fmt, w_down))
+    gate_up_ways, down_ways = (
+        both_ways(spec.into, fmt, w_gate_up),
+        both_ways(spec.down, fmt, w_down),
+    )
+    kept_weights, w = map(_Weights, gate_up_ways, down_ways)
     tokens = quantize(x, **_travel_args(spec.into, fmt))
     plan = exchange.plan(indices // spec.experts)
     sent = tokens, weights, indices
@@ -125,20 +127,20 @@ def _forward(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices)
     out, received, gate_up = run(0)
     out = _add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
     kept = name_residual("lhs", received), name_residual("out", gate_up)
-    kept_weights = name_residual("rhs", (w.gate_up, w.down))
     # What is sent again in the turns after the first.
     sent = None if exchange.has_one_turn else name_residual("lhs", sent)
-    return name_residual("out", out), (*kept, *kept_weights, plan, sent)
+    kept_weights = name_residual("rhs", kept_weights)
+    return name_residual("out", out), (*kept, kept_weights, plan, sent)
 
 
 def _forward_turn(spec: ExpertSpec, received: _Received, turn: Any, w: _Weights):
     """Weighted sums (r, d) over the rows of this turn, and gate_up."""
     into, down = spec.into, spec.down
     rows = _rows_of_turn(spec, received, turn)
-    gate_up = _gate_up(spec, received, rows, w.gate_up_transposed)
+    gate_up = _gate_up(spec, received, rows, w.gate_up)
     h_args = quantize_args(down, down.recipe.fwd)
     h, _ = swiglu_quantize(gate_up, *rows.groups, with_columns=False, **h_args)
-    out = gemm_as(down, down.out_dtype, h, w.down_transposed, *rows.groups)
+    out = gemm_as(down, down.out_dtype, h, w.down, *rows.groups)
     sums = sum_of_rows(out, rows.order, received.weights, rows.has_row)
     return sums.astype(into.lhs_dtype), gate_up
 
@@ -149,9 +151,8 @@ def _gate_up(spec: ExpertSpec, received: _Received, rows: _Turn, w: ScaledArray)
 
 
 def _backward(spec: ExpertSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    received, gate_up, w_gate_up, w_down, plan, sent = residuals
+    received, gate_up, w, plan, sent = residuals
     exchange = spec.exchange
-    w = _Weights(w_gate_up, w_gate_up.T, w_down, w_down.T)
     quantised = quantize(dout, **_travel_args(spec.down, spec.down.recipe.bwd))
 
     def run(turn: Any, received: _Received, gate_up: jax.Array | None) -> tuple[Any, ...]:
@@ -176,9 +177,9 @@ def _backward_turn(
     into, down = spec.into, spec.down
     rows = _rows_of_turn(spec, received, turn)
     if gate_up is None:
-        # Transposed again: a barrier with the turn keeps XLA from doing so before it is needed.
-        (transposed, _) = lax.optimization_barrier((w.gate_up_transposed, turn))
-        gate_up = _gate_up(spec, received, rows, transposed)
+        # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
+        w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
+        gate_up = _gate_up(spec, received, rows, w_gate_up.T)
     douts = _copy(douts, rows.token)
     with jax.named_scope("dlhs"):
         dh = gemm_as(down, down.lhs_dtype, douts, w.down, *rows.groups).astype(jnp.float32)
