@@ -47,6 +47,7 @@ class Exchange:
       tokens: t of each device.
       top_k: experts a token.
       slots: rows that a device sends to each device in a turn.
+      has_one_turn: whether all tokens always find a slot in the first turn.
     """
 
     axis: AxisName
@@ -54,16 +55,12 @@ class Exchange:
     tokens: int
     top_k: int
     slots: int
+    has_one_turn: bool
 
     @property
     def received(self) -> int:
         """Rows of a received array."""
         return self.size * self.slots
-
-    @property
-    def has_one_turn(self) -> bool:
-        """Whether all tokens always find a slot in the first turn."""
-        return self.slots == self.tokens
 
     def plan(self, devices: jax.Array) -> Any:
         """Where each token goes, given the devices of its choices (t, top_k); p is none."""
@@ -129,7 +126,7 @@ class _RaggedAllToAll(Exchange):
         # Where my rows begin on each receiver, and where those that I received began.
         there = (jnp.cumsum(sent, axis=0) - sent)[me]
         origin = (jnp.cumsum(sent, axis=1) - sent)[:, me]
-        positions = starts + slot, slot < self.tokens
+        positions = starts + slot, slot >= 0
         received = sent[:, me]
         out = starts, counts, there, received
         back = jnp.cumsum(received) - received, received, origin, counts
@@ -158,15 +155,27 @@ _CLASSES: dict[str, Callable[..., Exchange]] = dict(
 
 
 def make_exchange(
-    name: Name | None, axis: AxisName, size: int, tokens: int, top_k: int, is_one_turn: bool
+    name: Name | None,
+    axis: AxisName,
+    size: int,
+    tokens: int,
+    top_k: int,
+    max_slots: int | None = None,
 ) -> Exchange:
-    """The exchange of this name, or for None the one that `choose_exchange` takes."""
-    slots = tokens if is_one_turn else _expected_slots(size, tokens, top_k)
-    name = name or choose_exchange(size, slots, tokens)
-    return _CLASSES[name](axis, size, tokens, top_k, slots if name == "all_to_all" else tokens)
+    """The exchange of this name, or for None the one that `choose_exchange` takes.
+
+    max_slots: tokens that a device sends to another at most, whatever the choices, all in one turn.
+      None: any number, of which all_to_all sends in a turn what evenly spread choices need.
+    """
+    slots = _expected_slots(size, tokens, top_k) if max_slots is None else min(max_slots, tokens)
+    name = name or choose_exchange(slots, tokens)
+    if name != "all_to_all":
+        slots = tokens
+    has_one_turn = max_slots is not None or slots == tokens
+    return _CLASSES[name](axis, size, tokens, top_k, slots, has_one_turn)
 
 
-def choose_exchange(size: int, slots: int, tokens: int) -> Name:
+def choose_exchange(slots: int, tokens: int) -> Name:
     """all_to_all where its slots hold so much fewer rows than all tokens that it takes less time.
 
     ragged_all_to_all moves less than either, but at 2 % of their rate within one host.
@@ -185,13 +194,13 @@ def _expected_slots(size: int, tokens: int, top_k: int) -> int:
 def _slots(devices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """The rank of each token (t, p) among those that a device needs, and how many it needs (p,).
 
-    t, or more, where the device does not need the token.
+    -1 where the device does not need the token.
     """
     t = devices.shape[0]
     needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)).any(axis=1)
     rank = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
     counts = rank[-1] if t else jnp.zeros((size,), jnp.int32)
-    return jnp.where(needs, rank - 1, t), counts
+    return jnp.where(needs, rank - 1, -1), counts
 
 
 def _pack(

@@ -1,0 +1,208 @@
+"""moe_layer with its experts along a mesh axis, against all experts of all tokens in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from errors import raises
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
+from test_moe import TOLERANCE, expert, random
+
+from jax_fp8gemm import BF16, DEEPSEEK_V3, _exchange, _expert_parallel, quantize
+from jax_fp8gemm._exchange import NAMES
+from jax_fp8gemm.moe import moe_layer, route
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+M, E, TOP_K, D, F = 64, 8, 2, 128, 64
+
+
+@functools.cache
+def problem(skew=0.0):
+    """x (m, d), indices and weights (m, top_k), w_gate_up (e, d, 2 f), w_down (e, f, d), dout.
+
+    Not logits, so that all programs have the bits of one softmax. skew: of logits to an expert.
+    """
+    logits = random(M, E, seed=1) + skew * jnp.eye(E)[2]
+    weights = random(E, D, 2 * F, seed=2, scale=D**-0.5), random(E, F, D, seed=3, scale=F**-0.5)
+    return random(M, D), *route(logits, TOP_K), *weights, random(M, D, seed=5)
+
+
+def vjp(layer, x, indices, weights, w_gate_up, w_down, dout):
+    """The result, and the gradients of x, weights, w_gate_up and w_down."""
+    function = lambda x, weights, *rest: layer(x, (indices, weights), *rest)
+    out, pullback = jax.vjp(function, x, weights, w_gate_up, w_down)
+    return out, *pullback(dout)
+
+
+def dense(x, router, w_gate_up, w_down):
+    """All experts of all tokens, weighted; in the precision of x."""
+    indices, weights = router
+    is_chosen = indices[:, :, None] == jnp.arange(E, dtype=indices.dtype)
+    chosen = jnp.where(is_chosen, weights[:, :, None], 0)
+    outs = jnp.stack([expert(x, w_gate_up[i], w_down[i]) for i in range(E)], axis=1)
+    return (outs * chosen.sum(axis=1)[:, :, None]).sum(axis=1)
+
+
+@functools.cache
+def truth():
+    with jax.enable_x64(True):
+        exact = lambda x: x if x.dtype == jnp.int32 else jnp.asarray(x, jnp.float64)
+        return jax.jit(functools.partial(vjp, dense))(*map(exact, problem()))
+
+
+def auto_mesh(*shape):
+    return mesh(*(AUTO,) * len(shape), shape=shape)
+
+
+@functools.cache
+def program(shape=(4,), expert_axis="x", recipe=DEEPSEEK_V3, exchange=None):
+    """vjp of the layer, compiled once for all tests."""
+    layer = functools.partial(
+        moe_layer,
+        mesh=auto_mesh(*shape),
+        expert_axis=expert_axis,
+        recipe=recipe,
+        exchange=exchange,
+    )
+    return jax.jit(functools.partial(vjp, layer))
+
+
+def assert_close(found, expected, tolerance):
+    for x, y in zip(found, expected, strict=True):
+        assert reference.calc_diff(x, y) < tolerance
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(exchange="all_gather"),
+        dict(shape=(4, 2), expert_axis="y"),
+        dict(recipe=BF16, exchange="all_gather"),
+        dict(shape=(2, 2), expert_axis=("x", "y"), recipe=BF16),
+    ],
+    ids=["fp8", "tokens along another axis too, fp8", "bf16", "two axes, bf16"],
+)
+def test_result_and_gradients_are_those_of_the_dense_layer(kwargs):
+    found = program(**kwargs)(*problem())
+    assert_close(found, truth(), TOLERANCE[kwargs.get("recipe", DEEPSEEK_V3)])
+
+
+@pytest.mark.parametrize("recipe", TOLERANCE, ids=["bf16", "fp8"])
+def test_every_exchange_and_every_run_gives_the_same_bits(recipe):
+    expected = program(recipe=recipe, exchange="all_gather")(*problem())
+    for name in NAMES:
+        found = program(recipe=recipe, exchange=name)(*problem())
+        jax.tree.map(reference.assert_same_bits, found, expected)
+
+
+def test_turns_that_hold_less_than_the_rows_drop_none(monkeypatch):
+    """Of rows, and of tokens that find no slot."""
+    expected = program(exchange="all_gather")(*problem(5.0))
+    monkeypatch.setattr(_expert_parallel, "_MIN_ROWS", 16)
+    monkeypatch.setattr(_expert_parallel, "_ROW_UNIT", 8)
+    monkeypatch.setattr(_exchange, "_SLOT_UNIT", 1)
+    found = program.__wrapped__(exchange="all_to_all")(*problem(5.0))
+    # f32 sums in another order; the gradients of weights cut the tokens into other blocks.
+    assert_close(found[:3], expected[:3], 1e-10)
+    assert_close(found[3:], expected[3:], TOLERANCE[DEEPSEEK_V3])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    """With weights that do not vary over the other axis, whose gradients JAX sums."""
+    layer = functools.partial(moe_layer, recipe=BF16, expert_axis="x")
+
+    def gradients(*operands):
+        _, dx, _, *dw = vjp(layer, *operands)
+        return dx, *(dw if check_vma else jax.lax.psum(dw, "y"))
+
+    tokens, experts = P(("x", "y")), P("x")
+    sharded = jax.shard_map(
+        gradients,
+        mesh=auto_mesh(2, 2),
+        in_specs=(tokens, tokens, tokens, experts, experts, tokens),
+        out_specs=(tokens, experts, experts),
+        check_vma=check_vma,
+    )
+    _, dx, _, *dw = truth()
+    assert_close(jax.jit(sharded)(*problem()), (dx, *dw), TOLERANCE[BF16])
+
+
+def test_logits_on_a_mesh_of_explicit_axes():
+    where = mesh(EXPLICIT, EXPLICIT, shape=(2, 2))
+    tokens, experts = P(("x", "y")), P("x")
+    x, _, _, w_gate_up, w_down, _ = problem()
+    operands = x, random(M, E, seed=1), w_gate_up, w_down
+    operands = [
+        jax.device_put(operand, NamedSharding(where, spec))
+        for operand, spec in zip(operands, (tokens, tokens, experts, experts), strict=True)
+    ]
+    layer = functools.partial(moe_layer, top_k=TOP_K, recipe=BF16, expert_axis="x")
+    out = jax.jit(layer)(*operands)
+    assert jax.typeof(out).sharding.spec == P(("x", "y"), None)
+    assert_close([out], truth()[:1], TOLERANCE[BF16])
+
+
+def test_weights_quantised_once_and_leading_dimensions():
+    x, indices, probs, *weights, _ = problem()
+    layer = functools.partial(moe_layer, expert_axis="x", mesh=auto_mesh(4))
+    quantised = [quantize(w, block=(128, 128), with_transpose=True) for w in weights]
+    grid = lambda x: x.reshape(4, M // 4, -1)
+    out = jax.jit(layer)(grid(x), (grid(indices), grid(probs)), *quantised)
+    expected = program(exchange="all_gather")(*problem())[0]
+    reference.assert_same_bits(out.reshape(M, D), expected)
+
+
+def test_a_capacity_keeps_the_first_choices_of_each_device():
+    x, indices, probs, *weights, dout = problem(5.0)
+    factor = 1.5
+    kept = np.asarray(indices).reshape(4, -1).copy()
+    for choices in kept:
+        for e in range(E):
+            choices[np.flatnonzero(choices == e)[int(np.ceil(factor * choices.size / E)) :]] = E
+    assert (kept == E).any()
+    expected = program(exchange="all_gather")(
+        x, jnp.asarray(kept.reshape(M, TOP_K)), probs, *weights, dout
+    )[0]
+    layer = functools.partial(moe_layer, expert_axis="x", mesh=auto_mesh(4), capacity_factor=factor)
+    for name in ("all_gather", "all_to_all"):
+        limited = jax.jit(functools.partial(layer, exchange=name))
+        reference.assert_same_bits(limited(x, (indices, probs), *weights), expected)
+
+
+def test_tokens_of_no_expert_are_zero_and_so_are_their_gradients():
+    x, indices, *rest = problem()
+    indices = indices.at[5].set(-1).at[9].set(E)
+    results = program(exchange="all_gather")(x, indices, *rest)
+    for result in results[:3]:
+        np.testing.assert_array_equal(np.asarray(result)[[5, 9]], 0)
+
+
+def test_bad_operands_are_refused():
+    x, indices, probs, *weights, _ = problem()
+    where = auto_mesh(4)
+    call = functools.partial(moe_layer, x, (indices, probs), *weights)
+    for message, kwargs in (
+        ("expert_axis must be an axis of a mesh; got none", dict(expert_axis="x")),
+        ("expert_axis must name axes of the mesh, x; got z", dict(expert_axis="z", mesh=where)),
+        ("expert_axis must name each mesh axis once", dict(expert_axis=("x", "x"), mesh=where)),
+        (
+            "exchange must be None or of all_gather, all_to_all, ragged_all_to_all; got 'ring'",
+            dict(expert_axis="x", mesh=where, exchange="ring"),
+        ),
+        ("capacity_factor must be None or above 0; got 0", dict(capacity_factor=0)),
+    ):
+        with raises(ValueError, f"moe_layer: {message}"):
+            call(**kwargs)
+    with raises(TypeError, "moe_layer: expert_axis must be the name of a mesh axis"):
+        call(expert_axis=0, mesh=where)
+    call = functools.partial(moe_layer, expert_axis="x", mesh=where)
+    with raises(ValueError, "the tokens must divide evenly among the 4 devices of the mesh axes x"):
+        call(x[:63], (indices[:63], probs[:63]), *weights)
+    with raises(ValueError, "the experts must divide evenly among the 4 devices of expert_axis"):
+        call(x, (indices, probs), *(w[:6] for w in weights))
