@@ -1,0 +1,57 @@
+"""Training on a mesh that spans processes, each with devices of its own."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import distributed_program
+import numpy as np
+import reference
+
+_PROGRAM = pathlib.Path(distributed_program.__file__)
+_SECONDS = 100  # until the processes are taken to be stuck
+
+
+def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
+    """What each process of the program saved."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    # Two devices a process; unoptimised code is compiled in half the time.
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    logs = [folder / f"{i}.log" for i in range(num_processes)]
+    paths = [folder / f"{i}.npz" for i in range(num_processes)]
+    processes = []
+    try:
+        for i, (path, log) in enumerate(zip(paths, logs, strict=True)):
+            arguments = [coordinator, str(i), str(num_processes), str(path)]
+            command = [sys.executable, str(_PROGRAM), *arguments]
+            with log.open("w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        codes = [process.wait(_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * num_processes, "\n".join(log.read_text()[-3000:] for log in logs)
+    return [dict(np.load(path)) for path in paths]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    expected, _ = distributed_program.train(**distributed_program.inputs())
+    for saved in run_processes(2, tmp_path):
+        # Weights are cut by both axes: they cross between the processes as FP8 (f16 on a CPU).
+        moved = saved.pop("moved").tolist()
+        assert any("all-gather f16" in text for text in moved), moved
+        assert not any("all-gather f32[256,512]" in text for text in moved), moved
+        assert saved.keys() == expected.keys()
+        for name, x in expected.items():
+            assert np.any(saved[name]), name
+            reference.assert_same_bits(saved[name], x)
