@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
+from jax_fp8gemm._cache_key import tag
 from jax_fp8gemm._partition import PartitionRule, partitioned
 
 Arrays = Sequence[jax.Array]
@@ -69,7 +70,8 @@ def define_primitive(
         rule = partition_rule(*ctx.avals_in, **params)
         sum_local = sum_partials and partial(sum_partials, run, **params)
         function = partitioned(partial(run, **params), rule, sum_local)
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+        tagged = lambda *xs: tag(function(*xs), name, run is ffi_call, params)
+        return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(lower, ctx, *operands, implementation, **params):
         if implementation != "xla":
