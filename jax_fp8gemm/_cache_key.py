@@ -24,7 +24,8 @@ def tag(results: Sequence[jax.Array], *what: Any) -> Sequence[jax.Array]:
     text = repr(what)
     assert " at 0x" not in text, f"another in each process: {text}"
     digest = hashlib.sha256(_sources_digest() + text.encode()).hexdigest()
-    return set_xla_metadata(results, **{ATTRIBUTE: digest})
+    tagged: Any = set_xla_metadata(results, **{ATTRIBUTE: digest})
+    return tagged
 
 
 @functools.cache
