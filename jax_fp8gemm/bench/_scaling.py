@@ -1,0 +1,201 @@
+"""A model of training a mixture of experts on many GPUs: FLOP, bytes and seconds of one device.
+
+One micro-batch of `tokens` tokens a device, forward and backward, nothing computed twice. Experts
+are balanced, a collective takes its bytes over its rate, and no latency is counted. docs/scaling.md
+says what follows from it, in tables that _scaling_tables.py writes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
+STRATEGIES: tuple[Strategy, ...] = ("all_gather", "all_to_all", "ragged_all_to_all")
+Number = int | float
+HEADROOM = 1.25  # assumed: what a slot of all_to_all holds, over the rows expected in it
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What an H200 does: measured in one host (benchmarks/results) where not marked as assumed.
+
+    The time of grouped MLPs is a line through the two DeepSeek-V3 rows of moe.json: 8 experts of
+    4096 rows and 32 of 512.
+    """
+
+    dense_tflops: Number = 1028.0  # a SwiGLU MLP with all quantisation
+    bf16_tflops: Number = 676.0
+    attention_tflops: Number = 450.0  # assumed
+    expert_tflops: Number = 1113.0
+    weight_ps: Number = 1.667  # for each weight of an expert, whatever its rows
+    bf16_expert_tflops: Number = 90.0  # jax.lax.ragged_dot
+    gather_gbps: Number = 281.0  # all_gather and reduce_scatter, into a GPU
+    all_to_all_fp8_gbps: Number = 219.0
+    all_to_all_bf16_gbps: Number = 270.0
+    ragged_all_to_all_gbps: Number = 6.0
+    network_gbps: Number = 40.0  # assumed: 80 % of 400 Gb/s a GPU
+    gpus_per_host: int = 8
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: its size, and how many of its devices are in one host."""
+
+    size: int
+    local: int
+
+    def gather_seconds(self, num_bytes: Number, rates: Rates) -> float:
+        """Of an all_gather into, or a reduce_scatter out of, num_bytes on each device.
+
+        The devices of a host share what enters it, each through its own network card.
+        """
+        p, local = self.size, self.local
+        network = num_bytes * (p - local) / (p * local) / rates.network_gbps
+        nvlink = num_bytes * (p - 1) / p / rates.gather_gbps if local > 1 else 0.0
+        return max(network, nvlink) / 1e9
+
+    def exchange_seconds(self, num_bytes: Number, local_gbps: Number, rates: Rates) -> float:
+        """Of an exchange that sends num_bytes to the peers of each device, the same to all."""
+        to_each = num_bytes / max(self.size - 1, 1)
+        network = to_each * (self.size - self.local) / rates.network_gbps
+        return max(network, to_each * (self.local - 1) / local_gbps) / 1e9
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model with latent attention; the default is DeepSeek-V3 (config.json)."""
+
+    hidden: int = 7168
+    num_dense_layers: int = 3
+    dense_inter: int = 18432
+    num_moe_layers: int = 58
+    num_experts: int = 256
+    num_shared: int = 1
+    top_k: int = 8
+    inter: int = 2048
+    num_heads: int = 128
+    q_rank: int = 1536
+    kv_rank: int = 512
+    nope_dim: int = 128
+    rope_dim: int = 64
+    v_dim: int = 128
+    vocab: int = 129280
+
+    @property
+    def expert_weights(self) -> int:
+        return 3 * self.hidden * self.inter
+
+    @property
+    def attention_weights(self) -> int:
+        into_q = self.q_rank * (self.hidden + self.num_heads * (self.nope_dim + self.rope_dim))
+        into_kv = (self.kv_rank + self.rope_dim) * self.hidden
+        from_kv = self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim)
+        return into_q + into_kv + from_kv + self.num_heads * self.v_dim * self.hidden
+
+    @property
+    def dense_weights(self) -> int:
+        """All that every token passes but the embedding and the head."""
+        moe = self.num_shared * self.expert_weights + self.num_experts * self.hidden
+        dense = self.num_dense_layers * 3 * self.hidden * self.dense_inter
+        return self.num_layers * self.attention_weights + dense + self.num_moe_layers * moe
+
+    @property
+    def routed_weights(self) -> int:
+        return self.num_moe_layers * self.num_experts * self.expert_weights
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_dense_layers + self.num_moe_layers
+
+    @property
+    def num_weights(self) -> int:
+        return self.dense_weights + self.routed_weights + 2 * self.head_weights
+
+    def attention_flop(self, sequence: int) -> float:
+        """Of one token: scores and values of half a sequence (causal), forward and backward."""
+        forward = self.num_heads * sequence * (self.nope_dim + self.rope_dim + self.v_dim)
+        return 3.0 * self.num_layers * forward
+
+    def activation_bytes(self, tokens: int) -> float:
+        """What the expert layers keep: x and h along the tokens in FP8, gate_up in bf16."""
+        fp8 = (self.hidden + self.inter) * (1 + 4 / 128)
+        return self.num_moe_layers * tokens * self.top_k * (fp8 + 2 * 2 * self.inter)
+
+
+# The exchange of tokens
+
+
+def token_bytes(hidden: int, top_k: int, is_fp8: bool) -> int:
+    """A token as it is dispatched: values, scales, and of each choice an index and a weight."""
+    values = hidden + 4 * -(-hidden // 128) if is_fp8 else 2 * hidden
+    return values + 8 * top_k
+
+
+def copies(strategy: Strategy, p: int, top_k: int, headroom: Number) -> float:
+    """How many peers a token is sent to, of the p - 1 others of the expert axis.
+
+    headroom: of all_to_all, whose slots have a fixed size.
+    """
+    fraction = 1 - (1 - 1 / p) ** top_k  # of devices that hold one of its experts
+    share = {"all_gather": 1.0, "all_to_all": min(1.0, headroom * fraction)}
+    return (p - 1) * share.get(strategy, fraction)
+
+
+def crossover(top_k: int, headroom: Number) -> int:
+    """The largest expert axis on which all_gather moves no more than all_to_all."""
+    moves_all = lambda p: copies("all_to_all", p, top_k, headroom) >= p - 1
+    # From p > top_k * headroom on, headroom * fraction < headroom * top_k / p < 1.
+    return max(p for p in range(1, 1 + math.ceil(top_k * headroom)) if moves_all(p))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Into one device, over both passes: x and dout are dispatched, results and dx come back."""
+
+    dispatch_bytes: float
+    return_bytes: float
+    seconds: float
+
+
+def exchange(
+    strategy: Strategy,
+    axis: Axis,
+    hidden: int,
+    top_k: int,
+    tokens: int,
+    rates: Rates,
+    *,
+    is_fp8: bool = True,
+    headroom: Number = HEADROOM,
+) -> Exchange:
+    sent = tokens * copies(strategy, axis.size, top_k, headroom)
+    x = token_bytes(hidden, top_k, is_fp8)
+    dispatch = sent * (x + x - 8 * top_k)
+    returned = sent * 2 * (2 * hidden)
+    if strategy == "all_gather":
+        whole = axis.size / max(axis.size - 1, 1)  # a gather counts a device's own part too
+        seconds = axis.gather_seconds((dispatch + returned) * whole, rates)
+    else:
+        back = rates.all_to_all_bf16_gbps
+        out = rates.all_to_all_fp8_gbps if is_fp8 else back
+        if strategy == "ragged_all_to_all":
+            out = back = rates.ragged_all_to_all_gbps
+        seconds = axis.exchange_seconds(dispatch, out, rates)
+        seconds += axis.exchange_seconds(returned, back, rates)
+    return Exchange(dispatch, returned, seconds)
+
+
+def expert_seconds(flop: Number, weights: Number, rates: Rates) -> float:
+    """Forward and backward of grouped MLPs on one device."""
+    return flop / rates.expert_tflops / 1e12 + weights * rates.weight_ps * 1e-12
+
+
+def fsdp_bytes(weights: Number, is_fp8: bool, grad_bytes: int) -> Number:
+    """Gathered once for each pass, with a scale for 128x128 of FP8; gradients scattered."""
+    return weights * (2 * (1 + 4 / 128**2 if is_fp8 else 2) + grad_bytes)

@@ -1,0 +1,177 @@
+"""The model behind docs/scaling.md against sums by hand and the recorded measurements."""
+
+import json
+import pathlib
+
+import pytest
+
+from jax_fp8gemm.bench._scaling import (
+    Axis,
+    Model,
+    Rates,
+    copies,
+    crossover,
+    exchange,
+    expert_seconds,
+    fsdp_bytes,
+    token_bytes,
+)
+from jax_fp8gemm.bench._scaling_plan import Layout, Work, best_plan, layouts, plan
+from jax_fp8gemm.bench._scaling_predict import predict_ep_layer, predict_fsdp_mlps
+from jax_fp8gemm.bench._scaling_tables import fill
+
+_ROOT = pathlib.Path(__file__).parents[1]
+MODEL, RATES = Model(), Rates()
+in_checkout = pytest.mark.skipif(
+    not (_ROOT / "docs").exists(), reason="needs the checkout that the tests came from"
+)
+
+
+def test_weights_are_those_of_deepseek_v3():
+    # q_a, q_b, kv_a, kv_b, o
+    attention = 1536 * 7168 + 24576 * 1536 + 576 * 7168 + 32768 * 512 + 7168 * 16384
+    assert MODEL.attention_weights == attention == 187_105_280
+    assert MODEL.expert_weights == 44_040_192
+    # The report says 671B, of which a token passes 37B (with the embedding).
+    assert MODEL.num_weights == 671_025_397_760
+    active = MODEL.dense_weights + 2 * MODEL.head_weights + 58 * 8 * MODEL.expert_weights
+    assert active == pytest.approx(37.55e9, rel=1e-3)
+    # 61 layers, 3 passes' worth, 128 heads of 192 + 128, 4096 / 2 positions, 2 FLOP each
+    assert MODEL.attention_flop(4096) == 61 * 3 * 128 * (192 + 128) * 2048 * 2
+
+
+@in_checkout
+def test_experts_take_the_measured_time():
+    rows = json.loads((_ROOT / "benchmarks/results/nvidia_h200/moe.json").read_text())["rows"]
+    bound = {"deepseek_v3_ep32": 0.005, "deepseek_v3_ep8": 0.005, "mixtral_8x7b": 0.06}
+    for row in rows:
+        flop = 18 * row["rows"] * row["hidden"] * row["inter"]
+        weights = 3 * row["groups"] * row["hidden"] * row["inter"]
+        seconds = expert_seconds(flop, weights, RATES)
+        # Qwen3's experts are small: what a kernel takes to start is not in the model.
+        assert seconds == pytest.approx(row["us"] * 1e-6, rel=bound.get(row["name"], 0.25))
+
+
+def test_bytes_of_a_token():
+    assert token_bytes(7168, 8, True) == 7168 + 4 * 56 + 64
+    assert token_bytes(7168, 8, False) == 2 * 7168 + 64
+    assert token_bytes(7168, 8, True) / token_bytes(7168, 8, False) < 0.55
+
+
+def test_copies_of_a_token():
+    assert copies("all_gather", 4, 8, 1.25) == 3
+    share = 1 - 0.75**8  # that one of 4 devices has one of 8 experts
+    assert copies("ragged_all_to_all", 4, 8, 1.25) == pytest.approx(3 * share)
+    assert copies("all_to_all", 4, 8, 1.0) == pytest.approx(3 * share)
+    assert copies("all_to_all", 4, 8, 1.25) == 3  # never more than all
+    assert copies("all_gather", 1, 8, 1.25) == copies("all_to_all", 1, 8, 1.25) == 0
+
+
+@pytest.mark.parametrize("headroom, last", [(1, 1), (1.25, 5), (1.5, 7), (2, 12)])
+def test_crossover(headroom, last):
+    assert crossover(8, headroom) == last
+    # 1 - (1 - 1/p)^8 >= 1 / headroom
+    holds = lambda p: headroom * (1 - (1 - 1 / p) ** 8) >= 1
+    assert holds(last) and not holds(last + 1)
+
+
+def test_collectives():
+    # In a host: 3/4 of a GB at 281 GB/s. Over 8 hosts of 8: 1/8 of 7/8 of it through each card.
+    assert Axis(4, 4).gather_seconds(1e9, RATES) == pytest.approx(0.75 / 281)
+    assert Axis(8, 1).gather_seconds(1e9, RATES) == pytest.approx(0.875 / 40)
+    slow = Rates(network_gbps=4)
+    assert Axis(64, 8).gather_seconds(1e9, slow) == pytest.approx(0.875 / 8 / 4)
+    assert Axis(64, 8).gather_seconds(1e9, RATES) == pytest.approx(63 / 64 / 281)
+    assert Axis(1, 1).gather_seconds(1e9, RATES) == 0
+    # 15 peers, of which 8 are in another host
+    assert Axis(16, 8).exchange_seconds(15e9, 270, RATES) == pytest.approx(8 / 40)
+    assert Axis(8, 8).exchange_seconds(7e9, 270, RATES) == pytest.approx(7 / 270)
+
+
+def test_expert_parallel_layer():
+    """8192 tokens of DeepSeek-V3's sizes on each of 4 devices, 64 experts."""
+    sizes = dict(num_experts=64, hidden=7168, inter=2048, top_k=8, rates=RATES)
+    found = predict_ep_layer("all_gather", 4, 8192, **sizes)
+    assert found.flop == 18 * 65536 * 7168 * 2048
+    dispatch = 3 * 8192 * (7168 + 224 + 64 + 7168 + 224)  # x, and dout without its choices
+    returned = 3 * 8192 * (14336 + 14336)
+    assert found.moved_bytes == dispatch + returned
+    assert found.moving_seconds == pytest.approx((dispatch + returned) / 281e9)
+    weights = 16 * 3 * 7168 * 2048
+    assert found.compute_seconds == pytest.approx(found.flop / 1113e12 + weights * 1.667e-12)
+    fast, slow = found.seconds_between
+    assert fast == found.compute_seconds and slow == fast + found.moving_seconds
+    slots = predict_ep_layer("all_to_all", 4, 8192, **sizes)
+    assert slots.moved_bytes == found.moved_bytes
+    assert slots.moving_seconds == pytest.approx(dispatch / 219e9 + returned / 270e9)
+    bf16 = predict_ep_layer("all_gather", 4, 8192, is_fp8=False, **sizes)
+    assert bf16.moved_bytes == 3 * 8192 * (64 + 4 * 14336)
+    assert bf16.compute_seconds == pytest.approx(found.flop / 90e12)
+
+
+def test_fully_sharded_mlps():
+    sizes = dict(hidden=8192, inter=28672, rates=RATES)
+    weights = 4 * 3 * 8192 * 28672
+    fp8, bf16 = (predict_fsdp_mlps(4, 4, 8192, is_fp8=is_fp8, **sizes) for is_fp8 in (True, False))
+    assert fp8.flop == bf16.flop == 6 * 8192 * weights
+    scale = 4 / 128**2
+    assert fp8.moved_bytes == pytest.approx(0.75 * weights * (2 + 2 * scale + 4))
+    assert bf16.moved_bytes == 0.75 * weights * (2 + 2 + 4)
+    assert fp8.compute_seconds == pytest.approx(fp8.flop / 1028e12)
+    assert bf16.compute_seconds == pytest.approx(fp8.flop / 676e12)
+    assert fp8.moving_seconds == pytest.approx(fp8.moved_bytes / 281e9)
+
+
+def test_axes_of_a_layout():
+    layout = Layout(fsdp_outer=2, expert=16, fsdp_inner=2)
+    assert layout.num_devices == 64
+    assert layout.expert_axis(8) == Axis(16, 4)  # every second device of a host
+    assert layout.expert_fsdp_axis(8) == Axis(4, 2)
+    assert layout.dense_axis(8) == Axis(64, 8)
+    in_one_host = Layout(fsdp_outer=4, expert=2, fsdp_inner=1, tensor=2)
+    assert in_one_host.expert_axis(8) == Axis(2, 2)
+    assert in_one_host.expert_fsdp_axis(8) == Axis(8, 4)
+    assert in_one_host.dense_axis(8) == Axis(8, 4)
+
+
+def test_plan_of_64_devices():
+    """Experts over all of them, so only dense weights are gathered."""
+    layout, tokens = Layout(1, 64, 1), 8192
+    found = plan(layout, Work(tokens))
+    routed = 58 * 8 * 3 * 7168 * 2048
+    head = 129280 * 7168
+    products = 6 * tokens * (routed + MODEL.dense_weights + head)
+    assert found.flop == products + tokens * MODEL.attention_flop(4096)
+    one = exchange("all_to_all", Axis(64, 8), 7168, 8, tokens, RATES)
+    assert found.exchange.seconds == pytest.approx(58 * one.seconds)
+    gathered = fsdp_bytes(MODEL.dense_weights, True, 4) + fsdp_bytes(2 * head, False, 4)
+    assert found.gathered_bytes == pytest.approx(gathered * 63 / 64)
+    assert found.gather_seconds == pytest.approx(gathered * 63 / 64 / 281e9)
+    assert found.tensor_seconds == 0
+    assert found.seconds == found.compute_seconds + found.exchange.seconds
+    assert found.all_hidden_seconds == found.exchange.seconds + found.gather_seconds
+
+
+def test_tensor_parallelism():
+    """Dense weights of an eighth, for two gathers and two scatters a layer and pass."""
+    found = plan(Layout(1, 8, 1, tensor=8), Work(8192))
+    activations = 8 * 8192 * 7168 * 2
+    assert found.tensor_seconds == pytest.approx(61 * 8 * activations * 7 / 8 / 281e9)
+
+
+def test_best_plan_is_the_fastest():
+    work = Work(8192)
+    found = best_plan(64, work)
+    every = list(layouts(64, 256, 8))
+    assert all(layout.num_devices == 64 for layout in every)
+    assert len(set(every)) == len(every) > 20
+    assert found.seconds == min(plan(layout, work).seconds for layout in every)
+    assert best_plan(64, work, tensor=8).layout.tensor == 8
+
+
+@in_checkout
+def test_the_tables_of_the_document_are_those_of_the_model():
+    text = (_ROOT / "docs" / "scaling.md").read_text()
+    assert text.count("<!-- end -->") == 6
+    # python -m jax_fp8gemm.bench._scaling_tables docs/scaling.md
+    assert fill(text) == text
