@@ -2,15 +2,18 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 
 import distributed_program
 import numpy as np
+import pytest
 import reference
 
 _PROGRAM = pathlib.Path(distributed_program.__file__)
+_DOCUMENT = _PROGRAM.parents[1] / "docs" / "multihost.md"
 _SECONDS = 100  # until the processes are taken to be stuck
 
 
@@ -55,3 +58,16 @@ def test_two_processes_train_as_one(tmp_path):
         for name, x in expected.items():
             assert np.any(saved[name]), name
             reference.assert_same_bits(saved[name], x)
+
+
+@pytest.mark.skipif(not _DOCUMENT.exists(), reason="needs the checkout that the tests came from")
+def test_flags_of_the_document_exist():
+    """XLA aborts on a flag that it does not know."""
+    flags = re.findall(r"--xla_\w+=\w*", _DOCUMENT.read_text())
+    assert len(set(flags)) > 10
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    unknown = environment | {"XLA_FLAGS": "--xla_gpu_no_such_flag=1"}
+    assert subprocess.run(command, capture_output=True, env=unknown, timeout=100).returncode != 0
