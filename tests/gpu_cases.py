@@ -173,14 +173,18 @@ def digest(*arrays: jax.Array) -> str:
 
 
 def run_program(
-    *arguments: str, prefix: Sequence[str] = (), **environment: str
+    *arguments: str,
+    program: str = "gpu_program.py",
+    prefix: Sequence[str] = (),
+    timeout: float = 400,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """Runs tests/gpu_program.py in a process of its own, beside this one on the GPU."""
+    """Runs tests/<program> in a process of its own, beside this one on the GPU."""
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
     return subprocess.run(
-        [*prefix, sys.executable, str(HERE / "gpu_program.py"), *arguments],
+        [*prefix, sys.executable, str(HERE / program), *arguments],
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=timeout,
     )
