@@ -11,8 +11,10 @@ import jax
 from jax_fp8gemm import _ffi
 from jax_fp8gemm.bench._case import Case
 from jax_fp8gemm.bench._families import cases
+from jax_fp8gemm.bench._fsdp import STACKS, fsdp_case
 from jax_fp8gemm.bench._grouped import grouped_cases
 from jax_fp8gemm.bench._host import host_times
+from jax_fp8gemm.bench._mesh import measure_steps, unusable_reason
 from jax_fp8gemm.bench._mlp import LLAMA3_8B, mlp_case
 from jax_fp8gemm.bench._moe import LAYERS, moe_case
 from jax_fp8gemm.bench._problem import GroupedShape, Shape, default_shapes, parse_shape
@@ -29,6 +31,7 @@ _PEERS = (
 _GROUPED = ("ragged", "masked", "ragged-wgrad")
 _TILED = ("dense", "wgrad", *_GROUPED)
 _LAYERS = ("matmul", "moe")  # many kernels a call, all of which count
+_MESH = ("fsdp",)  # on all GPUs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (reason := _ffi.unavailable_reason()) is not None:
         print(f"bench: times our CUDA kernels, which do not run here: {reason}. Nothing measured.")
         return 1
+    if arguments.family in _MESH and (reason := unusable_reason(arguments.family)) is not None:
+        print(f"bench: {reason}. Nothing measured.")
+        return 1
     name = jax.devices()[0].device_kind
     family = arguments.family.replace("-", "_")
     table = family + ("_sustained" if arguments.sustained else "")
@@ -57,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_host(name, files)
         return 0
     device = Device(name, _ffi.num_sms(), copy_gbps())
-    if family in _LAYERS:
+    if arguments.family in _MESH:
+        time = functools.partial(measure_steps, repeat=arguments.repeat)
+    elif family in _LAYERS:
         time = functools.partial(measure, repeat=arguments.repeat, flush=False)
     elif arguments.sustained:
         time = measure_sustained
@@ -71,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm bench", description=__doc__)
     add = parser.add_argument
-    add("family", choices=(*_TILED, "quantize", *_LAYERS, "host"))
+    add("family", choices=(*_TILED, "quantize", *_LAYERS, *_MESH, "host"))
     shape = "MxNxK; quantize: MxK; ragged, masked: GxExNxK; ragged-wgrad: GxMxNxE"
     add("--shape", action="extend", nargs="+", default=[], help=shape)
     add(
@@ -98,6 +106,8 @@ def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[C
         return [mlp_case(LLAMA3_8B)]
     if arguments.family == "moe":
         return [moe_case(layer) for layer in LAYERS]
+    if arguments.family == "fsdp":
+        return [fsdp_case(stack) for stack in STACKS]
     family = arguments.family.replace("-", "_")
     if arguments.family in _GROUPED:
         grouped = [shape for shape in shapes if isinstance(shape, GroupedShape)]
@@ -110,9 +120,11 @@ def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[C
 def _shapes(arguments: argparse.Namespace) -> Sequence[Shape]:
     """The shapes to measure, or none for a family that has its own."""
     family = arguments.family.replace("-", "_")
-    if family in (*_LAYERS, "host"):
+    if arguments.family in (*_LAYERS, *_MESH, "host"):
         if arguments.shape or arguments.sustained:
-            raise ValueError(f"bench: {family} has fixed sizes; got --shape or --sustained")
+            raise ValueError(
+                f"bench: {arguments.family} has fixed sizes; got --shape or --sustained"
+            )
         return []
     if arguments.shape:
         return [parse_shape(text, family) for text in arguments.shape]

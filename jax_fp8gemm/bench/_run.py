@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax_fp8gemm.bench._report import Row, Table, document, write_json
 from jax_fp8gemm.bench._timer import Call, Timing, jax_queue, measure
 
 _COPY_BYTES = 2 << 30
-_PEAK = "peak_bytes"  # key in a row's JSON; for a peer, after the first word of its name
+# Keys in a row's JSON; for a peer, after the first word of its name.
+_PEAK, _MOVED = "peak_bytes", "moved_bytes"
 _DIMENSIONS = (
     *("m", "n", "k", "hidden", "inter"),
-    *("name", "groups", "expected_rows", "rows", "max_m", "expected_k"),
+    *("name", "groups", "expected_rows", "rows", "max_m", "expected_k", "gpus"),
 )
 
 
@@ -75,9 +77,9 @@ def _measure_case(
     machine: float | None,
     notes: dict[str, str],
 ) -> Row:
-    peaks: dict[str, int] = {}
-    ours = _time(case.build, options, _PEAK, peaks)
-    peers = _time_peers(case.peers, options, notes, peaks)
+    figures: dict[str, Any] = {}
+    ours = _time(case.build, options, "", figures)
+    peers = _time_peers(case.peers, options, notes, figures)
     estimate = None
     if options.reference is not None:
         estimate = options.reference.deepgemm_us(
@@ -99,29 +101,31 @@ def _measure_case(
             "other_us": round(ours.other_us, 3),
             "timer": ours.timer,
             "sm_mhz": ours.sm_mhz,
-            **peaks,
+            **figures,
         },
     )
 
 
-def _time(build: Build, options: Options, key: str, peaks: dict[str, int]) -> Timing:
-    """Times a call, and puts the memory that it needs into `peaks` where that is known."""
+def _time(build: Build, options: Options, prefix: str, figures: dict[str, Any]) -> Timing:
+    """Times a call, and puts what else is known of it into `figures`."""
     call = build()
     if call.peak_bytes is not None:
-        peaks[key] = call.peak_bytes
+        figures[prefix + _PEAK] = call.peak_bytes
+    if call.moved_bytes is not None:
+        figures[prefix + _MOVED] = dict(call.moved_bytes)
     return options.time(call)
 
 
 def _time_peers(
-    builds: Mapping[str, Build], options: Options, notes: dict[str, str], peaks: dict[str, int]
+    builds: Mapping[str, Build], options: Options, notes: dict[str, str], figures: dict[str, Any]
 ) -> dict[str, float]:
     times = {}
     for name in options.peers:
         if name not in builds:
             continue
-        key = f"{name.split('_')[0]}_{_PEAK}"
+        prefix = f"{name.split('_')[0]}_"
         try:
-            times[name] = _time(builds[name], options, key, peaks).us
+            times[name] = _time(builds[name], options, prefix, figures).us
         except Exception as error:  # other people's code: absent, refusing the shape, out of memory
             text = str(error).strip().splitlines() or [""]
             notes.setdefault(name, f"not timed everywhere: {type(error).__name__}: {text[0][:160]}")
@@ -157,21 +161,31 @@ def _footer(rows: Sequence[Row], device: Device) -> list[str]:
         lines.append(
             f"us counts our kernel alone; XLA ran up to {most.extra['other_us']:.2f} us of others"
         )
-    return lines + compare(rows) + _memory_lines(rows)
+    peaks = _program_lines(rows, "peak memory of", _PEAK, lambda value: f"{value / 1e9:.2f}")
+    return lines + compare(rows) + peaks + _program_lines(rows, "moved by", _MOVED, _moved_text)
 
 
-def _memory_lines(rows: Sequence[Row]) -> list[str]:
-    """What each program needs on the device, where that is known."""
+def _program_lines(
+    rows: Sequence[Row], what: str, key: str, text_of: Callable[[Any], str]
+) -> list[str]:
+    """A figure of each program, ours and the peers', where it is known."""
     lines = []
     for row in rows:
-        peaks = {key: value for key, value in row.extra.items() if key.endswith(_PEAK)}
-        if peaks:
-            text = ", ".join(
-                f"{key.removesuffix(_PEAK).removesuffix('_') or 'ours'} {value / 1e9:.2f}"
-                for key, value in peaks.items()
-            )
-            lines.append(f"peak memory of {row.labels.get('name', row.shape)}, GB: {text}")
+        texts = [
+            f"{name.removesuffix(key).removesuffix('_') or 'ours'} {text_of(value)}"
+            for name, value in row.extra.items()
+            if name.endswith(key)
+        ]
+        if texts:
+            title = f"{row.labels.get('name', row.shape)}{_variant(row)}"
+            lines.append(f"{what} {title}, GB: {', '.join(texts)}")
     return lines
+
+
+def _moved_text(moved: Mapping[str, int]) -> str:
+    """Without what rounds to nothing."""
+    texts = [f"{kind} {count / 1e9:.3f}" for kind, count in moved.items() if count >= 5e5]
+    return f"[{'; '.join(texts)}]"
 
 
 def compare(rows: Sequence[Row]) -> list[str]:

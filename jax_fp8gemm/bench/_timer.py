@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -88,6 +88,7 @@ class Call:
     kernel: substring of the names of the kernels that count; "" counts all of them.
     max_repeat: the most calls to take a median of, for a slow one.
     peak_bytes: device memory that the call's program needs, where that is known.
+    moved_bytes: what its collectives move, by kind and dtype.
     """
 
     run: Callable[[], Any]
@@ -95,6 +96,7 @@ class Call:
     kernel: str = ""
     max_repeat: int | None = None
     peak_bytes: int | None = None
+    moved_bytes: Mapping[str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Timing:
 
     us: the kernels that count.
     other_us: the call's other kernels and copies.
-    timer: "cupti" or "host".
+    timer: "cupti", "host", or "wall": the host's clock over all devices.
     sm_mhz: SM clock while it ran, where it was sampled.
     """
 

@@ -1,0 +1,160 @@
+"""The family `fsdp`: a training step whose weights are sharded over the GPUs that share the tokens.
+
+Layers as Llama has them, x + down(silu(y gate) * (y up)) with y = rms_norm(x); forward, backward
+and Adam. Weights are bf16, its two moments f32.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fp8gemm
+from jax_fp8gemm.bench._case import Case
+from jax_fp8gemm.bench._mesh import AXIS, local_mesh, step_call
+from jax_fp8gemm.bench._mlp import Product
+from jax_fp8gemm.bench._problem import Shape, Work
+from jax_fp8gemm.bench._timer import Call
+
+_LEARNING_RATE, _DECAYS, _EPSILON = 1e-4, (0.9, 0.95), 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers one after another. tokens: of each GPU. loop: "unrolled", or "scan" over layers."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    inter: int
+    tokens: int
+    loop: str
+
+    @property
+    def num_weights(self) -> int:
+        return 3 * self.num_layers * self.hidden * self.inter
+
+    @property
+    def flop(self) -> int:
+        """Of one GPU: three products forward and six backward, less two of the first layer."""
+        num_products = 9 * self.num_layers - 2
+        return 2 * num_products * self.tokens * self.hidden * self.inter
+
+
+STACKS = tuple(
+    Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop)
+    for loop in ("unrolled", "scan")
+    for tokens in (8192, 4096)
+)
+
+
+class State(NamedTuple):
+    """Of training: gate, up and down, each a list or stacked; both moments. Or where these lie."""
+
+    weights: Any
+    means: Any
+    squares: Any
+    step: Any
+
+
+def fsdp_case(stack: Stack) -> Case:
+    """Our step beside the same with XLA's products in bf16. Figures are those of one GPU."""
+    s, num_devices = stack, local_mesh().size
+    # The shards of weights and moments, read and written once; tokens in, and what they shall be.
+    num_bytes = 20 * s.num_weights // num_devices + 4 * s.tokens * s.hidden
+    return Case(
+        labels=dict(
+            name=s.name,
+            gpus=num_devices,
+            tokens=s.tokens,
+            hidden=s.hidden,
+            inter=s.inter,
+            mode=s.loop,
+        ),
+        shape=Shape(s.tokens, s.inter, s.hidden),
+        work=Work(s.flop, num_bytes),
+        config="",
+        build=lambda: fsdp_call(stack, jax_fp8gemm.matmul),
+        peers={"xla_bf16": lambda: fsdp_call(stack, jnp.matmul)},
+    )
+
+
+def fsdp_call(stack: Stack, product: Product) -> Call:
+    """The compiled training step on random tokens."""
+    rows = NamedSharding(local_mesh(), P(AXIS))
+
+    def product_of_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Without, XLA moves activations as well: weights and rows are sharded over the same axis.
+        return jax.lax.with_sharding_constraint(product(x, w), rows)
+
+    step = functools.partial(_train, functools.partial(_loss, product_of_rows))
+    return step_call(step, *_operands(stack))
+
+
+def _train(loss: Callable[..., jax.Array], state: State, x: jax.Array, target: jax.Array) -> Any:
+    value, gradients = jax.value_and_grad(loss)(state.weights, x, target)
+    step = state.step + 1
+    corrections = [1 - decay ** step.astype(jnp.float32) for decay in _DECAYS]
+
+    def update(w, gradient, mean, square):
+        gradient = gradient.astype(jnp.float32)
+        mean = _DECAYS[0] * mean + (1 - _DECAYS[0]) * gradient
+        square = _DECAYS[1] * square + (1 - _DECAYS[1]) * gradient**2
+        change = mean / corrections[0] / (jnp.sqrt(square / corrections[1]) + _EPSILON)
+        return (w.astype(jnp.float32) - _LEARNING_RATE * change).astype(w.dtype), mean, square
+
+    updated = jax.tree.map(update, state.weights, gradients, state.means, state.squares)
+    outer, inner = jax.tree.structure(state.weights), jax.tree.structure((0, 0, 0))
+    weights, means, squares = jax.tree.transpose(outer, inner, updated)
+    return State(weights, means, squares, step), value
+
+
+def _loss(product: Product, weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+    layer = functools.partial(_layer, product)
+    if isinstance(weights[0], Sequence):
+        for of_layer in zip(*weights, strict=True):
+            x = layer(x, of_layer)
+    else:
+        x, _ = jax.lax.scan(lambda x, of_layer: (layer(x, of_layer), None), x, tuple(weights))
+    return jnp.mean((x - target).astype(jnp.float32) ** 2)
+
+
+def _layer(product: Product, x: jax.Array, weights: Any) -> jax.Array:
+    gate, up, down = weights
+    wide = x.astype(jnp.float32)
+    norm = jax.lax.rsqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-5)
+    y = (wide * norm).astype(x.dtype)
+    return x + product(jax.nn.silu(product(y, gate)) * product(y, up), down)
+
+
+def _operands(stack: Stack) -> tuple[State, jax.Array, jax.Array]:
+    """State, tokens and target, each made where it lives."""
+    s, mesh = stack, local_mesh()
+    is_stacked = s.loop == "scan"
+    shapes = [(s.hidden, s.inter), (s.hidden, s.inter), (s.inter, s.hidden)]
+
+    def draw(seed: int, shape: tuple[int, ...], scale: float) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * scale
+
+    def weights(i: int, shape: tuple[int, int]) -> Any:
+        scale = shape[0] ** -0.5  # variance 1/fan-in, as at initialisation
+        if is_stacked:
+            return draw(i, (s.num_layers, *shape), scale)
+        return [draw(i + 3 * layer, shape, scale) for layer in range(s.num_layers)]
+
+    def make() -> tuple[State, jax.Array, jax.Array]:
+        all_weights = [weights(i, shape) for i, shape in enumerate(shapes)]
+        zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), all_weights)
+        state = State(all_weights, zeros(), zeros(), jnp.int32(0))
+        tokens = s.tokens * mesh.size, s.hidden
+        return state, draw(100, tokens, 1.0), draw(101, tokens, 1.0)
+
+    rows = NamedSharding(mesh, P(AXIS))
+    shards = NamedSharding(mesh, P(None, AXIS)) if is_stacked else rows
+    state = State(shards, shards, shards, NamedSharding(mesh, P()))
+    return jax.jit(make, out_shardings=(state, rows, rows))()

@@ -1,0 +1,134 @@
+"""What the families share that run on all local GPUs: mesh, clock, and the bytes that are moved."""
+
+import collections
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jax_fp8gemm.bench._moe import peak_bytes
+from jax_fp8gemm.bench._timer import Call, Timing, jax_queue
+
+AXIS = "devices"
+_NUM_STEPS = 3  # queued back to back in one sample of the clock
+_MAX_SAMPLES = 10
+_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives beside products
+
+_COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all"
+_COLLECTIVE = re.compile(rf" = (.+?) ({_COLLECTIVES}|collective-permute)(?:-done)?\(")
+_WHILE = re.compile(r" while\(.* body=%?([\w.-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def unusable_reason(family: str) -> str | None:
+    """Why a family cannot run here; None if it can."""
+    if (num := jax.local_device_count()) < 2:
+        return f"{family} needs at least two GPUs; got {num}"
+    return None
+
+
+@functools.cache
+def local_mesh() -> Mesh:
+    """All local devices, or the largest power of two of them, on one Auto axis."""
+    devices = jax.local_devices()
+    num_devices = 1 << (len(devices).bit_length() - 1)
+    return jax.make_mesh(
+        (num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:num_devices]
+    )
+
+
+def step_call(step: Callable[..., Any], state: Any, *operands: Any) -> Call:
+    """The compiled step(state, *operands) -> (state, value), each on the state of the one before.
+
+    Its collectives may run beside other kernels, if XLA finds some.
+    """
+    jitted = jax.jit(step, donate_argnums=0)
+    compiled = jitted.lower(state, *operands).compile(compiler_options=_OPTIONS)
+    states = [state]
+
+    def run() -> Any:
+        states[0], value = compiled(states[0], *operands)
+        return value
+
+    return Call(
+        run,
+        jax_queue(),
+        max_repeat=_MAX_SAMPLES,
+        peak_bytes=peak_bytes(compiled),
+        moved_bytes=moved_bytes(compiled.as_text() or "", local_mesh().size),
+    )
+
+
+def measure_steps(call: Call, repeat: int = _MAX_SAMPLES) -> Timing:
+    """The median of the host's clock over a few steps in a row, until all devices are done.
+
+    Kernels of several devices wait for each other: their times do not add up to that of a step.
+    """
+    samples = []
+    for _ in range(1 + min(repeat, call.max_repeat or repeat)):
+        start = time.perf_counter()
+        for _ in range(_NUM_STEPS):
+            call.queue.launch(call.run)
+        call.queue.wait()
+        samples.append((time.perf_counter() - start) / _NUM_STEPS * 1e6)
+    return Timing(statistics.median(samples[1:]), timer="wall")
+
+
+def moved_bytes(text: str, num_devices: int) -> dict[str, int]:
+    """Bytes of the arrays that collectives move in one run of a compiled program, by kind.
+
+    Args:
+      text: of the optimised HLO.
+      num_devices: that take part in each collective.
+    Returns:
+      {"all-gather f8e4m3fn": bytes, ...}: of an array gathered, and of one summed or scattered,
+      the whole of it; a loop's as often as it runs.
+    Raises:
+      ValueError: a loop with collectives of which XLA does not say how often it runs.
+    """
+    computations = _computations(text)
+
+    def count(name: str) -> Mapping[str, int]:
+        total: collections.Counter[str] = collections.Counter()
+        for line in computations.get(name, ()):
+            if found := _COLLECTIVE.search(line):
+                total.update(_result_bytes(found[1], found[2], num_devices))
+            elif found := _WHILE.search(line):
+                body, times = count(found[1]), _TRIP_COUNT.search(line)
+                if body and times is None:
+                    raise ValueError(f"bench: a loop must say how often it runs; got {line[:200]}")
+                total.update({key: int(times[1]) * n for key, n in body.items()} if times else {})
+            else:
+                for called in _CALLED.findall(line):
+                    total.update(count(called))
+        return total
+
+    return dict(sorted(count("ENTRY").items()))
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation, of the first one under ENTRY."""
+    computations: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)", line)):
+            lines = computations.setdefault("ENTRY" if head[1] else head[2], [])
+        else:
+            lines.append(line)
+    return computations
+
+
+def _result_bytes(types: str, kind: str, num_devices: int) -> dict[str, int]:
+    total: collections.Counter[str] = collections.Counter()
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
+        num_bytes = int(digits[0]) // 8 if (digits := re.findall(r"\d+", dtype)) else 1
+        for extent in filter(None, shape.split(",")):
+            num_bytes *= int(extent)
+        total[f"{kind} {dtype}"] += num_bytes * (num_devices if kind == "reduce-scatter" else 1)
+    return total
