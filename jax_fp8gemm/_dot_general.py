@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._matmul import product
 from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, spec_of
-from jax_fp8gemm._partition import with_auto_axes
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import check_unquantised

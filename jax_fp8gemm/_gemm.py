@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_config
-from jax_fp8gemm._partition import PartitionRule, result_specs, with_auto_axes
+from jax_fp8gemm._explicit import result_specs, with_auto_axes
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._gemm import gemm
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
@@ -32,7 +33,6 @@ from jax_fp8gemm._matmul_spec import (
     quantize_args,
     spec_of,
 )
-from jax_fp8gemm._partition import with_auto_axes
 from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize, quantize_both
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
 from jax_fp8gemm._cache_key import tag
-from jax_fp8gemm._partition import PartitionRule, partitioned
+from jax_fp8gemm._partition import partitioned
+from jax_fp8gemm._partition_rule import PartitionRule
 
 Arrays = Sequence[jax.Array]
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
-from jax_fp8gemm._partition import PartitionRule, result_specs, with_auto_axes
+from jax_fp8gemm._explicit import result_specs, with_auto_axes
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive, map_batch
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray

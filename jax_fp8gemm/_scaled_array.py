@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._partition import with_auto_axes
+from jax_fp8gemm._explicit import with_auto_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
