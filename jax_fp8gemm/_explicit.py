@@ -18,12 +18,17 @@ from jax_fp8gemm._partition_rule import (
 )
 
 
-def result_specs(rule: PartitionRule, *operands: Any) -> list[PartitionSpec]:
-    """How the results are cut by Explicit mesh axes, given the types of the operands."""
+def result_specs(
+    rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
+) -> list[PartitionSpec]:
+    """How the results are cut by Explicit mesh axes, given the types of the operands.
+
+    Of the results too, where they have dimensions of their own.
+    """
     mesh = _explicit_mesh(operands)
     specs = [padded_spec(jax.typeof(x)) for x in operands]
-    axes = choose_axes(rule, extents_of(rule, operands), mesh.shape, specs, [])
-    uncut = dict(axes, **{rule.contracting: ()}) if rule.contracting else axes
+    axes = choose_axes(rule, extents_of(rule, operands, results), mesh.shape, specs, [])
+    uncut = axes | dict.fromkeys(rule.contracting, ())
     return [spec_of_axes(dims, uncut) for dims in rule.results]
 
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_config
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
+from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 from jax_fp8gemm._quantize import Implementation
@@ -87,7 +88,7 @@ def gemm(
     out_dtype = jnp.dtype(out_dtype)
     params = dict(is_1d1d=is_1d1d, out_dtype=out_dtype)
     operands = [jnp.asarray(x) for x in operands]
-    out_specs = lambda: result_specs(_partition_rule(*operands, **params), *operands)
+    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands)
     run = partial(gemm_p, implementation=implementation, **params)
     return with_auto_axes(run, operands, out_specs)[0]
 
@@ -230,15 +231,16 @@ def _partition_rule(*operands, is_1d1d: bool, out_dtype) -> PartitionRule:
     blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
     batch = "b " if operands[0].ndim == 3 else ""
     *dims, out = (f"{batch}{x}" for x in ("m k", "m k", "n k", "n k", "m n", "m n"))
-    return PartitionRule(tuple(dims[: len(operands)]), (out,), blocks, contracting="k")
+    return PartitionRule(tuple(dims[: len(operands)]), (out,), blocks, contracting=("k",))
 
 
-def _sum_partials(run, lhs, lhs_scale, rhs, rhs_scale, *accum, reduce, is_1d1d: bool, out_dtype):
+def _run_shard(run, *operands, shards: Shards, is_1d1d: bool, out_dtype):
     """Sums over the mesh in f32, before anything is added or rounded."""
-    operands = lhs, lhs_scale, rhs, rhs_scale
-    (part,) = run(*operands, is_1d1d=is_1d1d, out_dtype=jnp.dtype(jnp.float32))
-    total = reduce(part)
-    for x in accum:
+    if not shards.is_summed:
+        return run(*operands, is_1d1d=is_1d1d, out_dtype=out_dtype)
+    (part,) = run(*operands[:4], is_1d1d=is_1d1d, out_dtype=jnp.dtype(jnp.float32))
+    total = shards.reduce(part)
+    for x in operands[4:]:
         total = x + total
     return [total.astype(out_dtype)]
 
@@ -250,5 +252,5 @@ gemm_p = define_primitive(
     ffi_call=_each(_ffi_call),
     batch_rule=_batch_rule,
     partition_rule=_partition_rule,
-    sum_partials=_sum_partials,
+    run_shard=_run_shard,
 )

@@ -26,13 +26,18 @@ class PartitionRule:
     Attributes:
       operands, results: the dimensions of each array by name, "m k". A scale has its values' names.
       blocks: the scale block, in elements, of each dimension that has one.
-      contracting: the dimension that is summed over, or None.
+      contracting: the dimensions that are summed over.
+      uncut: the dimensions that are never cut.
+      following: dimensions of results only, each with the dimensions of the first operand whose
+        axes cut it, major first: the op moves what it reads.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     blocks: dict[str, int] = field(default_factory=dict)
-    contracting: str | None = None
+    contracting: tuple[str, ...] = ()
+    uncut: tuple[str, ...] = ()
+    following: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def choose_axes(
@@ -44,41 +49,55 @@ def choose_axes(
 ) -> Axes:
     """The mesh axes that cut each dimension, out of those that the shardings name.
 
-    A contracting dimension first where all operands agree on it: they then stay where they are.
+    A contracting dimension first where lhs and rhs agree on it: they then stay where they are.
     After that a product is cut as its result shall be, so that weights sharded over the axis of
     the rows are gathered; anything else is cut where its operand lives.
     """
     axes: Axes = dict.fromkeys(extents, ())
+
+    def claim(name: str, wanted: tuple[str, ...]) -> None:
+        if not axes[name] and name not in rule.following:
+            unused = lambda axis: all(axis not in names for names in axes.values())
+            axes[name] = _legal(rule, name, extents[name], mesh_shape, wanted, unused)
+
     operands = _proposals(rule.operands, operand_specs)
     results = _proposals(rule.results, result_specs)
-    contracting = [p for p in operands if p[0] == rule.contracting]
-    if len(set(contracting)) == 1:
-        _claim(axes, *contracting[0], rule, extents, mesh_shape)
-    others = [p for p in operands if p[0] != rule.contracting]
-    ordered = operands + results if rule.contracting is None else results + others + contracting
+    for name in rule.contracting:
+        wanted = {axes for dimension, axes in operands if dimension == name}
+        if len(wanted) == 1 and name in rule.operands[0].split():
+            claim(name, *wanted)
+    if rule.contracting:
+        ordered = results + sorted(operands, key=lambda p: p[0] in rule.contracting)
+    else:
+        ordered = operands + results
     for name, wanted in ordered:
-        _claim(axes, name, wanted, rule, extents, mesh_shape)
+        claim(name, wanted)
+    for name, sources in rule.following.items():
+        wanted = tuple(axis for source in sources for axis in axes[source])
+        axes[name] = _legal(rule, name, extents[name], mesh_shape, wanted, lambda axis: True)
     return axes
 
 
-def _claim(axes: Axes, name: str, wanted, rule: PartitionRule, extents, mesh_shape) -> None:
-    """Cuts an uncut dimension by the wanted axes, up to the first that is in use or illegal."""
-    if axes[name]:
-        return
-    used = {axis for names in axes.values() for axis in names}
+def _legal(rule: PartitionRule, name: str, extent: int, mesh_shape, wanted, is_free) -> Any:
+    """The wanted axes up to the first that is not free or would cut where the rule forbids it."""
     unit = block_of(rule, name)
     kept = []
-    for axis in wanted:
+    for axis in wanted if name not in rule.uncut else ():
         unit *= mesh_shape[axis]
-        if axis in used or extents[name] % unit:
+        if not is_free(axis) or extent % unit:
             break
         kept.append(axis)
-    axes[name] = tuple(kept)
+    return tuple(kept)
+
+
+def summed_axes(rule: PartitionRule, axes: Axes) -> tuple[str, ...]:
+    """The mesh axes that cut a contracting dimension."""
+    return tuple(axis for name in rule.contracting for axis in axes[name])
 
 
 def choose_scattered(rule: PartitionRule, extents, mesh_shape, axes: Axes, result_specs) -> Axes:
     """Which of the axes summed over shall cut which dimension of the result instead."""
-    remaining = set(axes.get(rule.contracting or "", ()))
+    remaining = set(summed_axes(rule, axes))
     scattered: Axes = {}
     for name, wanted in _proposals(rule.results, result_specs):
         kept = wanted[len(axes[name]) :]
@@ -98,10 +117,12 @@ def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def extents_of(rule: PartitionRule, operands: Sequence[Any]) -> dict[str, int]:
+def extents_of(
+    rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
+) -> dict[str, int]:
     """Elements of each dimension: of the values, where a scale has the dimension too."""
     extents: dict[str, int] = {}
-    for dims, x in zip(rule.operands, operands, strict=True):
+    for dims, x in zip((*rule.operands, *rule.results), (*operands, *results), strict=False):
         for name, extent in zip(dims.split(), x.shape, strict=True):
             extents[name] = max(extents.get(name, 0), extent)
     return extents

@@ -35,7 +35,7 @@ def define_primitive(
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
     partition_rule: Callable[..., PartitionRule] | None = None,
-    sum_partials: Callable[..., Arrays] | None = None,
+    run_shard: Callable[..., Arrays] | None = None,
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
 
@@ -50,8 +50,8 @@ def define_primitive(
         the used results and as few others as possible, named by their old indices.
       partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the
         compiler gathers sharded operands of the kernel.
-      sum_partials: (run, *operands, reduce, **params) -> results of operands cut along the
-        contracting dimension; run is the reference or the FFI call, reduce as for `partitioned`.
+      run_shard: (run, *operands, shards, **params) -> results on the Shards of a device, where that
+        is not run(*operands, **params); run is the reference or the FFI call.
     Returns:
       bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
       mesh axes are replicated first, and all get the union of their varying manual axes.
@@ -69,8 +69,8 @@ def define_primitive(
     def lower_arrays(run, ctx, *operands, **params):
         assert partition_rule is not None
         rule = partition_rule(*ctx.avals_in, **params)
-        sum_local = sum_partials and partial(sum_partials, run, **params)
-        function = partitioned(partial(run, **params), rule, sum_local)
+        local = run_shard and partial(run_shard, run, **params)
+        function = partitioned(partial(run, **params), rule, local)
         tagged = lambda *xs: tag(function(*xs), name, run is ffi_call, params)
         return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 

@@ -126,7 +126,7 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
         pow2_scale=bool(pow2_scale),
     )
     x = jnp.asarray(x)
-    out_specs = lambda: result_specs(_partition_rule(x, **params), x)
+    out_specs = lambda: result_specs(_partition_rule(x, **params), [x])
     run = partial(_run_folded, implementation=implementation, **params)
     return with_auto_axes(run, [x], out_specs)
 
