@@ -10,6 +10,7 @@ A group's result has the bits of scaled_matmul of that group alone.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +19,10 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
+from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES, reference
+from jax_fp8gemm._partition import Shards
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -88,8 +92,11 @@ def grouped_gemm(
     """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,)."""
     sizes = _groups.as_int32(group_sizes)
     operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
-    params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
-    return grouped_gemm_p(*map(jnp.asarray, operands), **params)[0]
+    operands = [jnp.asarray(x) for x in operands]
+    params = dict(out_dtype=jnp.dtype(out_dtype))
+    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands)
+    run = partial(grouped_gemm_p, implementation=implementation, **params)
+    return with_auto_axes(run, operands, out_specs)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
@@ -166,9 +173,39 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     return [out[:, :n].reshape(*batch, n)]
 
 
+def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
+    blocks = {"k": _BLOCK, "n": _BLOCK}
+    if lhs.ndim == 3:
+        dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
+        return PartitionRule(dims, ("g t n",), blocks, ("k",), uncut=("first",))
+    # A row's sum over the groups has one term: a device that has not its group has zeros for it.
+    dims = ("t k", "t k", "g n k", "g n k", "sizes", "first")
+    return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
+
+
+def _run_shard(
+    run, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, shards: Shards, out_dtype
+):
+    """Multiplies a device's rows by its groups' matrices; of other groups it has no rows."""
+    m, g = lhs.shape[-2], rhs.shape[0]
+    row = shards.index("t") * m
+    if lhs.ndim == 3:
+        sizes = jnp.clip(group_sizes - row, 0, m)
+    else:
+        ranges = _groups.row_ranges(group_sizes, first_row, shards.count("t") * m)
+        own = lambda x: lax.dynamic_slice_in_dim(x, shards.index("g") * g, g)
+        starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
+        sizes, first_row = ends - starts, starts[:1]
+    dtype = jnp.dtype(jnp.float32) if shards.is_summed else out_dtype
+    (out,) = run(lhs, lhs_scale, rhs, rhs_scale, sizes, first_row, out_dtype=dtype)
+    return [shards.reduce(out).astype(out_dtype)]
+
+
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
 )

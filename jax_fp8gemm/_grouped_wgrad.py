@@ -9,6 +9,7 @@ A group's result has the bits of scaled_matmul of that group alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
+from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._partition import Shards
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -87,8 +91,12 @@ def grouped_wgrad(
     """scaled_ragged_wgrad without the checks."""
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, _groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
-    params = dict(out_dtype=jnp.dtype(out_dtype), implementation=implementation)
-    return grouped_wgrad_p(*map(jnp.asarray, operands), **params)[0]
+    operands = [jnp.asarray(x) for x in operands]
+    params = dict(out_dtype=jnp.dtype(out_dtype))
+    results = lambda: _shape_rule(*operands, **params)
+    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands, results())
+    run = partial(grouped_wgrad_p, implementation=implementation, **params)
+    return with_auto_axes(run, operands, out_specs)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
@@ -161,9 +169,35 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     return [out[:, :n].reshape(g, m, n)]
 
 
+def _partition_rule(*operands, out_dtype) -> PartitionRule:
+    # Where a token's column is depends on the sizes of all groups: no device has only some.
+    dims = ("m t", "m t", "n t", "n t", "sizes", "g m n")[: len(operands)]
+    return PartitionRule(dims, ("g m n",), contracting=("t",), uncut=("t", "sizes"))
+
+
+def _run_shard(run, *operands, shards: Shards, out_dtype):
+    """Contracts the columns of a device's groups: those from its first group on."""
+    if shards.count("g") == 1:
+        return run(*operands, out_dtype=out_dtype)
+    *columns, group_sizes = operands[:5]
+    t, g = columns[0].shape[1], group_sizes.shape[0] // shards.count("g")
+    first_group = shards.index("g") * g
+    sizes = jnp.clip(group_sizes, 0, t)
+    first_block = _groups.column_starts(jnp.zeros_like(sizes), sizes)[first_group] // _BLOCK
+
+    def from_first(x):
+        start = first_block * (x.shape[1] * _BLOCK // t)
+        return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, x.shape[1]))), start, x.shape[1], 1)
+
+    sizes = lax.dynamic_slice_in_dim(sizes, first_group, g)
+    return run(*map(from_first, columns), sizes, *operands[5:], out_dtype=out_dtype)
+
+
 grouped_wgrad_p = define_primitive(
     "jax_fp8gemm_grouped_wgrad",
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
 )

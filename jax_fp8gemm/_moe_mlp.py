@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
@@ -33,7 +34,7 @@ from jax_fp8gemm._matmul_spec import (
     name_residual,
     quantize_args,
 )
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import gemm_as, ragged_dot, wgrad_as
@@ -75,8 +76,8 @@ def moe_mlp(
         wgrad="bf16" activations are stored unquantised, as two calls of ragged_dot would.
       implementation: as for ragged_dot.
     Returns:
-      (m, d) array of the dtype of x. Gradients have the dtypes of their operands, that of an empty
-      group is zero; group_sizes has none.
+      (m, d) array of the dtype of x, and sharded as x over Explicit mesh axes. Gradients have the
+      dtypes of their operands, that of an empty group is zero; group_sizes has none.
     Raises:
       TypeError: a dtype. ValueError: shapes, implementation, scale block.
       NotImplementedError: a second derivative.
@@ -96,12 +97,12 @@ def moe_mlp(
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
     w_down = without_gradient(_OP, "w_down", w_down)
     groups = _groups.as_int32(group_sizes), jnp.zeros((1,), jnp.int32)
-    operands = (x, w_gate_up, w_down, groups)
-    operands = jax.tree.map(lambda leaf: replicate(jnp.asarray(leaf)), operands)
-    x, w_gate_up, w_down, groups = match_varying(*operands)
+    operands = jax.tree.map(jnp.asarray, (x, w_gate_up, w_down, groups))
+    run = partial(_unfused_mlp, recipe, implementation)
     if recipe.is_fp8 and recipe.wgrad == "fp8":
-        return _mlp((into, down), x, w_gate_up, w_down, groups)
-    return _unfused_mlp(x, w_gate_up, w_down, groups[0], recipe, implementation)
+        run = partial(_mlp, (into, down))
+    out_spec = lambda: jax.typeof(operands[0]).sharding.spec
+    return with_auto_axes(lambda *xs: run(*match_varying(*xs)), operands, out_spec)
 
 
 def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> None:
@@ -129,7 +130,7 @@ def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> No
         )
 
 
-def _unfused_mlp(x, w_gate_up, w_down, group_sizes, recipe: Recipe, implementation) -> jax.Array:
+def _unfused_mlp(recipe: Recipe, implementation, x, w_gate_up, w_down, groups) -> jax.Array:
     if not recipe.is_fp8:
         in_dtype = lambda w: (
             w.dequantize(x.dtype) if isinstance(w, ScaledArray) else w.astype(x.dtype)
@@ -137,7 +138,7 @@ def _unfused_mlp(x, w_gate_up, w_down, group_sizes, recipe: Recipe, implementati
         w_gate_up, w_down = in_dtype(w_gate_up), in_dtype(w_down)
     product = partial(
         ragged_dot,
-        group_sizes=group_sizes,
+        group_sizes=groups[0],
         preferred_element_type=x.dtype,
         recipe=recipe,
         implementation=implementation,

@@ -153,7 +153,7 @@ def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_t
     rename = lambda name: name if may_be_cut.get(name) else f"{name}_{next(numbers)}"
     side = lambda arrays: ", ".join(" ".join(map(rename, dims.split())) for dims in arrays)
     copies = [
-        " ".join(name if dim == source else "_" for dim in rule.operands[0].split())
+        " ".join(name if dim == source else "other" for dim in rule.operands[0].split())
         for name, sources in rule.following.items()
         for source in sources
     ]

@@ -7,12 +7,16 @@ scales are those of quantize(axis=-2) for each group alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
+from jax_fp8gemm._explicit import result_specs, with_auto_axes
+from jax_fp8gemm._partition import Shards
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._rounding import block_types, quantize_blocks
@@ -83,15 +87,16 @@ def rows_and_ragged_columns(
 
 @jax.named_scope("fp8gemm_quantize_ragged")
 def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation):
-    return quantize_ragged_p(
-        jnp.asarray(x),
-        _groups.as_int32(group_sizes),
-        first_row,
+    operands = (jnp.asarray(x), _groups.as_int32(group_sizes), first_row)
+    params: dict[str, Any] = dict(
         mode=mode,
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
         pow2_scale=bool(pow2_scale),
-        implementation=implementation,
     )
+    results = lambda: _shape_rule(*operands, **params)
+    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands, results())
+    run = partial(quantize_ragged_p, implementation=implementation, **params)
+    return with_auto_axes(run, operands, out_specs)
 
 
 def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
@@ -166,10 +171,32 @@ def call_kernel(
     return list(call(*arrays, *(groups if is_ragged else ()), config=config))
 
 
+def _partition_rule(*_, mode: str, **params) -> PartitionRule:
+    """Rows where they lie. For its columns of c, of all tokens, a device trades its own tokens."""
+    rows, columns = ("t k", "t k"), ("c tokens", "c tokens")
+    return PartitionRule(
+        ("t k", "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        {} if mode == "column" else {"k": _checks.SCALE_BLOCK},
+        uncut=("sizes", "first", "tokens"),
+        following={} if mode == "row" else {"c": ("k", "t")},
+    )
+
+
+def _run_shard(run, x, *groups, shards: Shards, mode: str, **params):
+    if mode == "row" or shards.count("t") == 1:
+        return run(x, *groups, mode=mode, **params)
+    rows = run(x, *groups, mode="row", **params) if mode == "row_column" else []
+    x = shards.move(x, "t", 1, shards.axes["c"][len(shards.axes["k"]) :])
+    return [*rows, *run(x, *groups, mode="column", **params)]
+
+
 quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
     shape_rule=_shape_rule,
     reference=reference,
     ffi_call=_ffi_call,
     dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
 )

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._grouped_gemm import grouped_gemm
 from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
@@ -29,8 +31,9 @@ from jax_fp8gemm._matmul_spec import (
     make_spec,
     name_residual,
     quantize_args,
+    spec_of,
 )
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
@@ -75,8 +78,8 @@ def ragged_dot(
       recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
       implementation: None, the kernels where they can run and the reference elsewhere, with one
         warning; "cuda", the kernels or an error; "xla", the reference.
-      out_sharding: sharding of the result over Explicit mesh axes. Operands sharded over such axes
-        are gathered.
+      out_sharding: sharding of the result over Explicit mesh axes; default that of lhs in m and of
+        rhs in n. Needed where both are sharded over one in k.
     Returns:
       (m, n) array. Gradients have the dtypes of their operands, that of an empty group is zero;
       group_sizes has none.
@@ -94,15 +97,28 @@ def ragged_dot(
         op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
     )
     xla_precision = check_precision(op, precision, spec)
-    operands = lhs, rhs, _groups.as_int32(group_sizes)
-    lhs, rhs, group_sizes = jax.tree.map(lambda x: replicate(jnp.asarray(x)), operands)
-    sizes, first_row = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
-    if xla_precision is not None or not recipe.is_fp8:
-        rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
-        out = xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
-    else:
-        out = _grouped_product(spec, lhs, rhs, sizes, first_row)
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+    operands = lhs, rhs, _groups.as_int32(group_sizes), group_offset
+    operands = jax.tree.map(jnp.asarray, operands)
+    out_spec = partial(_out_spec, spec, *operands[:2], out_sharding)
+    return with_auto_axes(partial(_ragged_dot, spec, xla_precision), operands, out_spec)
+
+
+def _out_spec(spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_sharding: Any) -> PartitionSpec:
+    """How Explicit mesh axes cut the result: as that of lhs times one of the matrices."""
+    if out_sharding is not None:
+        return getattr(out_sharding, "spec", out_sharding)
+    aval = jax.typeof(rhs.values if isinstance(rhs, ScaledArray) else rhs)
+    sharding = aval.sharding.update(spec=PartitionSpec(*aval.sharding.spec[1:]))
+    matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, sharding=sharding)
+    return spec_of(jnp.matmul, spec.out_dtype, lhs, matrix)
+
+
+def _ragged_dot(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes, group_offset) -> jax.Array:
+    sizes, first_row = _local_groups(sizes, group_offset, lhs.shape[0], rhs.shape[0])
+    if xla_precision is None and spec.recipe.is_fp8:
+        return _grouped_product(spec, lhs, rhs, sizes, first_row)
+    rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+    return xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
 
 
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:

@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
     make_spec,
     name_residual,
     quantize_args,
+    spec_of,
 )
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as
@@ -114,9 +117,17 @@ def ragged_dot_general(
             f"{op}: group_offset must be None in a ragged contraction; "
             f"got group_offset {_checks.short_type(group_offset)}. Slice the result instead."
         )
-    lhs, rhs, sizes = map(replicate, (lhs, rhs, _groups.as_int32(group_sizes)))
-    out = _contract(spec, lhs, rhs, sizes, xla_precision)
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+    operands = lhs, rhs, _groups.as_int32(group_sizes)
+    out_spec = partial(_out_spec, spec, lhs, rhs, out_sharding)
+    return with_auto_axes(partial(_contract, spec, xla_precision), operands, out_spec)
+
+
+def _out_spec(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> PartitionSpec:
+    """How Explicit mesh axes cut a ragged contraction: as that of all rows."""
+    if out_sharding is not None:
+        return getattr(out_sharding, "spec", out_sharding)
+    product = lambda lhs, rhs: jnp.matmul(lhs.T, rhs)
+    return PartitionSpec(None, *spec_of(product, spec.out_dtype, lhs, rhs))
 
 
 def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -154,7 +165,7 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
 
 
 @jax.named_scope("fp8gemm_ragged_dot_general")
-def _contract(spec: MatmulSpec, lhs, rhs, sizes, xla_precision: Any) -> jax.Array:
+def _contract(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
     if xla_precision is None and spec.recipe.is_fp8:
         return _contraction(spec, *match_varying(lhs, rhs, sizes))
     return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), xla_precision, spec.out_dtype)

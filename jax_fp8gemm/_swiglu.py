@@ -22,8 +22,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups
+from jax_fp8gemm._partition import Shards
+from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation, keep_used_axes
 from jax_fp8gemm._quantize_ragged import call_kernel, reference, result_types
@@ -127,12 +130,47 @@ def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *o
     return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
 
 
+def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
+    """Rows where they lie. Columns are cut at no feature where gate and up would be separated."""
+    is_grad = len(operands) == 4
+    rows = ("t w", "t w") if is_grad else ("t f", "t f")
+    columns = ("w tokens", "w tokens") if is_grad else ("c tokens", "c tokens")
+    return PartitionRule(
+        ("t w", *["t f"] * is_grad, "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        uncut=("w", "f", "sizes", "first", "tokens"),
+        following={} if is_grad or mode == "row" else {"c": ("t",)},
+    )
+
+
+def _run_shard(run, *operands, shards: Shards, mode: str, **params):
+    """For columns a device trades its tokens for the same features of gate, up and dh of all."""
+    if mode == "row":
+        return run(*operands, mode=mode, **params)
+    gate_up, *dh, group_sizes, first_row = operands
+    rows = run(*operands, mode="row", **params) if mode == "row_column" else []
+    halves = gate_up.reshape(gate_up.shape[0], 2, gate_up.shape[1] // 2)
+    axes = shards.axes["t"] if dh else shards.axes["c"]
+    axes = axes if halves.shape[2] % shards.count("t") == 0 else ()
+    halves = shards.move(halves, "t", 2, axes)
+    gate_up = halves.reshape(halves.shape[0], 2 * halves.shape[2])
+    dh = [shards.move(x, "t", 1, axes) for x in dh]
+    columns = run(gate_up, *dh, group_sizes, first_row, mode="column", **params)
+    if dh and axes:  # dgate and dup of some features: neighbours in no result
+        halves = [x.reshape(2, x.shape[0] // 2, x.shape[1]) for x in columns]
+        halves = [lax.all_gather(x, axes, axis=1, tiled=True) for x in halves]
+        columns = [x.reshape(-1, x.shape[2]) for x in halves]
+    return [*rows, *columns]
+
+
 swiglu_quantize_p = define_primitive(
     _ffi.SWIGLU_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, swiglu),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
     dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
 )
 
 swiglu_grad_quantize_p = define_primitive(
@@ -141,4 +179,6 @@ swiglu_grad_quantize_p = define_primitive(
     reference=partial(_reference, _swiglu_grad),
     ffi_call=partial(_ffi_call, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
     dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
 )

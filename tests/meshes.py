@@ -33,6 +33,8 @@ def collectives_outside_loops(compiled):
 def _moved(text):
     # The results of asynchronous ones are those of their -done.
     for types, name in re.findall(rf" = (.+?) ({_NAMES})(?:-done)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)(\[[\d,]*\])", types):
+        arrays = re.findall(r"(\w+)(\[[\d,]*\])", types)
+        # Of an all-to-all the kinds of parts that a device sends.
+        for dtype, shape in sorted(set(arrays)) if name == "all-to-all" else arrays:
             is_fp8 = dtype == "f16" and jax.default_backend() == "cpu"
             yield name, f"{'f8e4m3fn' if is_fp8 else dtype}{shape}"
