@@ -142,12 +142,12 @@ def assert_near(x, expected):
 
 def test_operands_on_an_explicit_mesh():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    specs = P("data"), P(None, "data"), P(None, None, "data"), P()
+    specs = P("data"), P(None, "data"), P(None, None, "data"), P("data")
     with jax.set_mesh(mesh):
         place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         found = run(list(map(place, problem(), specs)))
-    # Gradients are sharded as their operands, the result is not.
-    placed = [P(None, None), P("data", None), P(None, "data", None), P(None, None, "data")]
+    # Gradients are sharded as their operands, the result as x.
+    placed = [P("data", None)] * 2 + [P(None, "data", None), P(None, None, "data")]
     assert [jax.typeof(x).sharding.spec for x in found] == placed
     assert_close(found, truth(problem()))
 
