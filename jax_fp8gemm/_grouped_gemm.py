@@ -53,7 +53,8 @@ def scaled_ragged_dot(
       implementation: as for scaled_matmul.
     Returns:
       (m, n) or (g, max_m, n) array; rows of no group are zero, whatever lhs holds there. Not
-      differentiable: jax_fp8gemm.ragged_dot is.
+      differentiable: jax_fp8gemm.ragged_dot is. Sharded over Explicit mesh axes as lhs is in m and
+      rhs in n; summed over those that k, or in the former g, is sharded over.
     Raises:
       ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
     """

@@ -63,11 +63,11 @@ class Shards:
     def reduce(self, x: jax.Array) -> jax.Array:
         """The sum over the mesh of partial sums of the first result."""
         dims = self.rule.results[0].split()
-        rest = set(summed_axes(self.rule, self.axes))
+        rest = list(summed_axes(self.rule, self.axes))
         for name, axes in self.scattered.items():
             if axes:
                 x = lax.psum_scatter(x, axes, scatter_dimension=dims.index(name), tiled=True)
-                rest -= set(axes)
+                rest = [axis for axis in rest if axis not in axes]
         return lax.psum(x, tuple(rest)) if rest else x
 
     def move(self, x: jax.Array, source: str, target: int, axes: tuple[str, ...]) -> jax.Array:

@@ -47,7 +47,7 @@ def quantize_ragged(
       ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
       at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
       block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
-      differentiable.
+      differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
     Raises:
       TypeError: a dtype. ValueError: a rank, or more than 1024 groups.
     """

@@ -88,6 +88,10 @@ def ragged_dot(
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
+    On a mesh, under jit, each device multiplies its shards, as in matmul; rows are cut anywhere.
+    Where k is sharded, or g, f32 partial sums are added. For the gradient of rhs a device trades
+    its rows for columns of all rows, so that the scale blocks stay those of one device.
+
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
     op = "ragged_dot"
