@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._ragged_all_to_all import ragged_all_to_all
 
 AxisName = str | tuple[str, ...]
 Name = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
@@ -109,7 +109,8 @@ class _AllToAll(Exchange):
         return jnp.arange(self.size, dtype=jnp.int32) * self.slots + slot, has_one
 
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
-        rows = _pack(x, *self._positions(plan, turn), self.received, empty)
+        positions, has_one = self._positions(plan, turn)
+        rows = _pack(x, positions, has_one, self.received, empty)
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
     def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
@@ -138,15 +139,15 @@ class _RaggedAllToAll(Exchange):
         return self.tokens * min(self.size, self.top_k)
 
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
-        positions, how, _ = plan
-        rows = _pack(x, *positions, self._sent, empty)
+        (positions, has_one), how, _ = plan
+        rows = _pack(x, positions, has_one, self._sent, empty)
         out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
-        return _ragged_all_to_all(rows, out, how, self.axis)
+        return ragged_all_to_all(rows, out, how, self.axis)
 
     def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
         positions, _, how = plan
         out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
-        return _add_rows(_ragged_all_to_all(y, out, how, self.axis), *positions)
+        return _add_rows(ragged_all_to_all(y, out, how, self.axis), *positions)
 
 
 _CLASSES: dict[str, Callable[..., Exchange]] = dict(
@@ -232,26 +233,3 @@ def _add_rows(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> jax.
 def _add(parts: Any) -> jax.Array:
     """f32 sum, one addition after another: a reduction would leave their order to XLA."""
     return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-
-
-def _ragged_all_to_all(
-    rows: jax.Array, out: jax.Array, how: tuple[jax.Array, ...], axis: AxisName
-) -> jax.Array:
-    def run(rows, out, *how):
-        # NOTE: JAX says of the result that it varies as rows do not.
-        return match_varying(lax.ragged_all_to_all(rows, out, *how, axis_name=axis), rows)[0]
-
-    dense = functools.partial(_dense_all_to_all, axis=axis)
-    return lax.platform_dependent(rows, out, *how, cpu=dense, default=run)
-
-
-def _dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis):
-    """lax.ragged_all_to_all, which XLA has not for CPUs, by gathering everything."""
-    me = lax.axis_index(axis)
-    every = lambda x: lax.all_gather(x, axis)
-    starts, sizes, places = (every(x)[:, me] for x in (input_offsets, send_sizes, output_offsets))
-    for sent, start, size, place in zip(every(rows), starts, sizes, places, strict=True):
-        offset = jnp.arange(out.shape[0], dtype=jnp.int32) - place
-        has_row = ((offset >= 0) & (offset < size)).reshape(-1, *(1,) * (out.ndim - 1))
-        out = jnp.where(has_row, sent.at[start + offset].get(mode="clip"), out)
-    return out

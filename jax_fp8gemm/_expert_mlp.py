@@ -127,10 +127,10 @@ def _forward(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices)
     out, received, gate_up = run(0)
     out = _add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
     kept = name_residual("lhs", received), name_residual("out", gate_up)
-    # What is sent again in the turns after the first.
-    sent = None if exchange.has_one_turn else name_residual("lhs", sent)
     kept_weights = name_residual("rhs", kept_weights)
-    return name_residual("out", out), (*kept, kept_weights, plan, sent)
+    # What is sent again in the turns after the first.
+    again = None if exchange.has_one_turn else name_residual("lhs", sent)
+    return name_residual("out", out), (*kept, kept_weights, plan, again)
 
 
 def _forward_turn(spec: ExpertSpec, received: _Received, turn: Any, w: _Weights):

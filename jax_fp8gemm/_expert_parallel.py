@@ -143,13 +143,13 @@ def expert_parallel(
     x, indices, weights, w_gate_up, w_down = operands
     if x.size == 0:
         return jnp.zeros_like(x)
-    names_or_name = names if len(names) > 1 else names[0]
-    size, (t, top_k), experts = lax.axis_size(names_or_name), indices.shape, w_gate_up.shape[0]
+    axis = names[0] if len(names) == 1 else names
+    size, (t, top_k), experts = lax.axis_size(axis), indices.shape, w_gate_up.shape[0]
     travels_as_fp8 = recipe.is_fp8 and recipe.wgrad == "fp8"
     # Derivatives of other recipes pass through the exchange, and it through one turn only.
     max_slots = None if travels_as_fp8 else t
     max_slots = max_slots if capacity is None else experts * capacity
-    how = make_exchange(exchange, names_or_name, size, t, top_k, max_slots)
+    how = make_exchange(exchange, axis, size, t, top_k, max_slots)
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
     operands = match_varying(x, weights, w_gate_up, w_down, indices)

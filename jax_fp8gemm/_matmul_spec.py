@@ -75,7 +75,8 @@ def spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
     cast = lambda x: x.astype(dtype)
     # Not eval_shape, which tells a sharding only where all axes are Explicit.
     closed = jax.make_jaxpr(lambda lhs, rhs: xla(cast(lhs), cast(rhs)))(lhs, rhs)
-    return closed.out_avals[0].sharding.spec
+    out: Any = closed.out_avals[0]
+    return out.sharding.spec
 
 
 def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:

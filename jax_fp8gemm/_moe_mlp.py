@@ -87,7 +87,8 @@ def moe_mlp(
     ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
     save_only_these_names can trade any of them for being computed again.
     """
-    _check_operands(x, w_gate_up, w_down, group_sizes)
+    check_experts(_OP, x, w_gate_up, w_down)
+    _check_group_sizes(group_sizes, w_down.shape[0])
     weight = lambda w: None if isinstance(w, ScaledArray) else w
     kept = kernel_dtype(x.dtype)
     into = make_spec(_OP, x, weight(w_gate_up), recipe, kept, implementation)
@@ -105,22 +106,26 @@ def moe_mlp(
     return with_auto_axes(lambda *xs: run(*match_varying(*xs)), operands, out_spec)
 
 
-def _check_operands(x: Any, w_gate_up: Any, w_down: Any, group_sizes: Any) -> None:
-    check_unquantised(_OP, "x", x)
-    _checks.check_ndim(_OP, "x", x, 2, "(m, d)", hint=" Fold leading dimensions into m.")
+def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
+    """Raises unless these are rows (m, d) and the weights of experts for them."""
+    check_unquantised(op, "x", x)
+    _checks.check_ndim(op, "x", x, 2, "(m, d)", hint=" Fold leading dimensions into m.")
     for name, w, layout in (
         ("w_gate_up", w_gate_up, "(g, d, 2 f)"),
         ("w_down", w_down, "(g, f, d)"),
     ):
-        check_weights(_OP, name, w)
-        _checks.check_ndim(_OP, name, w, 3, layout)
+        check_weights(op, name, w)
+        _checks.check_ndim(op, name, w, 3, layout)
     (_, d), (g, f, _) = x.shape, w_down.shape
     if w_gate_up.shape != (g, d, 2 * f) or w_down.shape != (g, f, d):
         raise ValueError(
-            f"{_OP}: x (m, d), w_gate_up (g, d, 2 f) and w_down (g, f, d) must share g, d and f; "
+            f"{op}: x (m, d), w_gate_up (g, d, 2 f) and w_down (g, f, d) must share g, d and f; "
             f"got x {_checks.short_type(x)}, w_gate_up {_checks.short_type(w_gate_up)}, "
             f"w_down {_checks.short_type(w_down)}"
         )
+
+
+def _check_group_sizes(group_sizes: Any, g: int) -> None:
     _checks.check_array(_OP, "group_sizes", group_sizes)
     _groups.check_group_sizes(_OP, group_sizes)
     if group_sizes.shape != (g,):

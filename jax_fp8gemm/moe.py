@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
 from jax_fp8gemm._expert_parallel import axis_names, expert_parallel, is_manual, on_mesh
+from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
 from jax_fp8gemm._permute import limit
 from jax_fp8gemm._permute import permute as permute
@@ -26,7 +27,6 @@ from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._route import Scoring
 from jax_fp8gemm._route import route as route
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._weights import check_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -81,37 +81,34 @@ def moe_layer(
     op = "moe_layer"
     check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
-    for name, w, layout in (
-        ("w_gate_up", w_gate_up, "(num_experts, d, 2 f)"),
-        ("w_down", w_down, "(num_experts, f, d)"),
-    ):
-        check_weights(op, name, w)
-        _checks.check_ndim(op, name, w, 3, layout)
-    router = _fold_router(op, router, x, top_k)
     tokens = _fold(op, "x", x, x)
-    if expert_axis is None:
-        names, num_experts = (), w_gate_up.shape[0]
-    else:
-        names = axis_names(op, expert_axis, exchange)
-        how = dict(top_k=top_k, scoring=scoring, normalize=normalize, recipe=recipe)
-        how |= dict(implementation=implementation, expert_axis=expert_axis, exchange=exchange)
-        if not is_manual(names):
-            layer = partial(moe_layer, **how, capacity_factor=capacity_factor)
-            out = on_mesh(op, layer, (tokens, router, w_gate_up, w_down), names, mesh)
-            return out.reshape(x.shape)
-        num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
-    indices, weights = _choose(op, router, num_experts, top_k, scoring, normalize)
-    capacity = None
-    if capacity_factor is not None:
-        capacity = _capacity(op, capacity_factor, indices, num_experts)
-        indices = limit(indices, num_experts, capacity)
-    operands = (tokens, indices, weights, w_gate_up, w_down)
+    check_experts(op, tokens, w_gate_up, w_down)
+    router = _fold_router(op, router, x, top_k)
+    operands = tokens, router, w_gate_up, w_down
     local = partial(_local_layer, recipe=recipe, implementation=implementation)
+    choose = partial(_choose, op, top_k, scoring, normalize, capacity_factor)
     if expert_axis is None:
-        return local(*operands).reshape(x.shape)
-    static = dict(names=names, exchange=exchange, capacity=capacity, recipe=recipe)
-    out = expert_parallel(op, local, operands, **static, implementation=implementation)
-    return out.reshape(x.shape)
+        indices, weights, _ = choose(router, w_gate_up.shape[0])
+        return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
+    names = axis_names(op, expert_axis, exchange)
+
+    def on_device(tokens, router, w_gate_up, w_down):
+        num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
+        indices, weights, capacity = choose(router, num_experts)
+        return expert_parallel(
+            op,
+            local,
+            (tokens, indices, weights, w_gate_up, w_down),
+            names=names,
+            exchange=exchange,
+            capacity=capacity,
+            recipe=recipe,
+            implementation=implementation,
+        )
+
+    if is_manual(names):
+        return on_device(*operands).reshape(x.shape)
+    return on_mesh(op, on_device, operands, names, mesh).reshape(x.shape)
 
 
 def _local_layer(x, indices, weights, w_gate_up, w_down, *, recipe: Recipe, implementation):
@@ -141,22 +138,31 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
     return indices, weights
 
 
-def _choose(op: str, router: Any, num_experts: int, top_k: Any, scoring: Scoring, normalize: bool):
-    """Indices and weights (m, top_k)."""
+def _choose(
+    op: str,
+    top_k: Any,
+    scoring: Scoring,
+    normalize: bool,
+    capacity_factor: float | None,
+    router: Any,
+    num_experts: int,
+) -> tuple[jax.Array, jax.Array, int | None]:
+    """Indices and weights (m, top_k), and what an expert takes at most."""
     if isinstance(router, tuple):
-        return router
-    if router.shape[1] != num_experts:
+        indices, weights = router
+    elif router.shape[1] == num_experts:
+        indices, weights = route(router, top_k, scoring=scoring, normalize=normalize)
+    else:
         raise ValueError(
             f"{op}: router must have one logit for each of the {num_experts} experts of "
             f"w_gate_up; got router {_checks.short_type(router)}"
         )
-    return route(router, top_k, scoring=scoring, normalize=normalize)
-
-
-def _capacity(op: str, factor: Any, indices: Any, num_experts: int) -> int:
-    if not factor > 0:
-        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {factor!r}")
-    return math.ceil(factor * indices.size / num_experts)
+    if capacity_factor is None:
+        return indices, weights, None
+    if not capacity_factor > 0:
+        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {capacity_factor!r}")
+    capacity = math.ceil(capacity_factor * indices.size / num_experts)
+    return limit(indices, num_experts, capacity), weights, capacity
 
 
 def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:

@@ -201,7 +201,7 @@ BAD_LAYERS = [
     ((X, (TOP[1:], X[:, :2]), UP, DOWN), {}, ValueError, "indices must have the leading dim"),
     ((X, (TOP, X, X), UP, DOWN), {}, ValueError, r"logits or \(indices, weights\); got 3 arrays"),
     ((X, (TOP, None), UP, DOWN), {}, TypeError, "weights must be an array; got NoneType"),
-    ((X, LOGITS2, UP[0], DOWN), dict(top_k=2), ValueError, r"w_gate_up must be \(num_experts, d"),
+    ((X, LOGITS2, UP[0], DOWN), dict(top_k=2), ValueError, r"w_gate_up must be \(g, d, 2 f"),
     ((X, LOGITS2, [UP], DOWN), dict(top_k=2), TypeError, "w_gate_up must be an array; got list"),
     ((1.0, LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "x must be an array; got float"),
     ((quantize(X), LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "moe_layer quantises x itself: "),
