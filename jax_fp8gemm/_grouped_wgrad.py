@@ -50,7 +50,7 @@ def scaled_ragged_wgrad(
       implementation: as for scaled_matmul.
     Returns:
       (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
-      Sharded over Explicit mesh axes as accumulate_into, or else as lhs is in m and rhs in n.
+      Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
     Raises:
       ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
     """
