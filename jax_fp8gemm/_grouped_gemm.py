@@ -1,6 +1,7 @@
 """scaled_ragged_dot: each group of rows times its own matrix, quantised, all K-major.
 
-With rows(i) the rows of group i (_groups.py says which), per group the chain of _gemm.py, 1d2d:
+With rows(i) the rows of group i (_groups.py says which), per group the chain of
+_gemm_primitive.py, 1d2d:
 
     out[rows(i)] = lhs[rows(i)] . rhs[i]^T
 
@@ -20,7 +21,8 @@ from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
-from jax_fp8gemm._gemm import OUT_DTYPES, reference
+from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._gemm_primitive import reference
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import constant_like, define_primitive

@@ -1,6 +1,6 @@
 """scaled_ragged_wgrad: the contraction over the tokens of each group, quantised, 1d1d.
 
-With columns(i) those of group i (_groups.py says which), per group the chain of _gemm.py:
+With columns(i) those of group i (_groups.py says which), per group the chain of _gemm_primitive.py:
 
     out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
 

@@ -14,20 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm import _checks, _ffi, _quantize_config
+from jax_fp8gemm import _checks
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
-from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import define_primitive, map_batch
-from jax_fp8gemm._rounding import block_types, quantize_blocks
+from jax_fp8gemm._quantize_primitive import SQUARE_MODES, partition_rule, quantize_p
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Implementation = Literal["cuda", "xla"] | None
-
-_BLOCK = _checks.SCALE_BLOCK
-_SQUARE = ("block", "block_transposed", "block_both")  # modes that take a batch as it is
 
 
 def quantize(
@@ -126,7 +121,7 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
         pow2_scale=bool(pow2_scale),
     )
     x = jnp.asarray(x)
-    out_specs = lambda: result_specs(_partition_rule(x, **params), [x])
+    out_specs = lambda: result_specs(partition_rule(x, **params), [x])
     run = partial(_run_folded, implementation=implementation, **params)
     return with_auto_axes(run, [x], out_specs)
 
@@ -137,138 +132,5 @@ def _run_folded(x, *, mode: str, **params) -> Sequence[jax.Array]:
         return quantize_p(x, mode=mode, **params)
     batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     run = partial(quantize_p, mode=mode, **params)
-    results = run(batch) if mode in _SQUARE else jax.vmap(run)(batch)
+    results = run(batch) if mode in SQUARE_MODES else jax.vmap(run)(batch)
     return [result.reshape(*x.shape[:-2], *result.shape[1:]) for result in results]
-
-
-def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
-    if x.ndim != 3:
-        _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
-    *batch, m, k = x.shape
-    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(k, m, 1, e5m2, batch)
-    values, scale = block_types(m, k, _BLOCK, e5m2, batch)
-    transposed = block_types(k, m, _BLOCK, e5m2, batch)
-    return {
-        "row": rows,
-        "column": columns,
-        "row_column": rows + columns,
-        "block": [values, scale],
-        "block_transposed": transposed,
-        "block_both": [values, transposed[0], scale],
-    }[mode]
-
-
-def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    if x.ndim == 3:
-        return jax.vmap(lambda x: _reference(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale))(x)
-    x = x.astype(jnp.float32)
-    rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
-    if mode == "row":
-        return rows(x)
-    if mode == "column":
-        return rows(x.T)
-    if mode == "row_column":
-        return rows(x) + rows(x.T)
-    values, scale = quantize_blocks(x, _BLOCK, e5m2, pow2_scale)
-    return {
-        "block": [values, scale],
-        "block_transposed": [values.T, scale.T],
-        "block_both": [values, values.T, scale],
-    }[mode]
-
-
-def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
-    results = _shape_rule(x, **params)
-    if x.size == 0:
-        return _reference(x, **params)
-    if x.ndim == 3 and mode not in _SQUARE:
-        return map_batch(partial(_ffi_call, **params), [x], [0])
-    # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
-    row_major, column_major = tuple(range(x.ndim)), (1, 0)
-    scale_layout = row_major if mode in _SQUARE else column_major
-    config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
-    call = jax.ffi.ffi_call(
-        _ffi.QUANTIZE_TARGET,
-        results,
-        input_layouts=[row_major],
-        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
-    )
-    return list(call(x, config=config))
-
-
-def _batch_rule(operands, dims, *, mode: str, **params):
-    """Folds the batch into m where the kernel takes no batch and no scale block would then span
-    two elements."""
-    x = jnp.moveaxis(operands[0], dims[0], 0)
-    m, k = x.shape[-2:]
-    if x.ndim == 4 or mode in _SQUARE or (mode != "row" and m % _BLOCK):
-        matrices = x.reshape(math.prod(x.shape[:-2]), m, k)
-        results = quantize_p(matrices, mode=mode, **params)
-        return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
-    batch = x.shape[0]
-    results = quantize_p(x.reshape(batch * m, k), mode=mode, **params)
-    params.pop("implementation")
-    elements = _shape_rule(jax.ShapeDtypeStruct((m, k), x.dtype), mode=mode, **params)
-    unfolded = [
-        _unfold(result, batch, element.shape, is_transposed)
-        for result, element, is_transposed in zip(results, elements, _TRANSPOSED[mode], strict=True)
-    ]
-    return unfolded, [0] * len(results)
-
-
-# Whether m is the last dimension of each result rather than the first.
-_TRANSPOSED = {
-    "row": (False, False),
-    "column": (True, True),
-    "row_column": (False, False, True, True),
-}
-
-
-def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.Array:
-    if is_transposed:
-        return jnp.moveaxis(x.reshape(shape[0], batch, shape[1]), 1, 0)
-    return x.reshape(batch, *shape)
-
-
-def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
-    batch = "".join(f"b{i} " for i in range(x.ndim - 2))
-    rows, columns = f"{batch}m k", f"{batch}k m"
-    results = {
-        "row": (rows, rows),
-        "column": (columns, columns),
-        "row_column": (rows, rows, columns, columns),
-        "block": (rows, rows),
-        "block_transposed": (columns, columns),
-        "block_both": (rows, columns, rows),
-    }[mode]
-    blocked = {"row": "k", "column": "m"}.get(mode, "mk")
-    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
-
-
-def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Along one axis only, or without the transposed values, where the rest is not used."""
-    if mode == "block_both" and not used[1]:
-        return dict(params, mode="block"), (0, 2)
-    return keep_used_axes(used, mode=mode, **params)
-
-
-def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
-    kept = range(len(used))
-    if mode == "row_column" and not any(used[2:]):
-        mode, kept = "row", (0, 1)
-    elif mode == "row_column" and not any(used[:2]):
-        mode, kept = "column", (2, 3)
-    return dict(params, mode=mode), kept
-
-
-quantize_p = define_primitive(
-    "jax_fp8gemm_quantize",
-    shape_rule=_shape_rule,
-    reference=_reference,
-    ffi_call=_ffi_call,
-    batch_rule=_batch_rule,
-    dce_rule=_dce_rule,
-    partition_rule=_partition_rule,
-)

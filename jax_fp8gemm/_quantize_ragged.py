@@ -18,7 +18,8 @@ from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
-from jax_fp8gemm._quantize import Implementation, keep_used_axes
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._quantize_primitive import keep_used_axes
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 from jax_fp8gemm._scaled_array import ScaledArray
 

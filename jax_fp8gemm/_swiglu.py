@@ -28,7 +28,8 @@ from jax_fp8gemm import _checks, _ffi, _groups
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
-from jax_fp8gemm._quantize import Implementation, keep_used_axes
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._quantize_primitive import keep_used_axes
 from jax_fp8gemm._quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._scaled_array import ScaledArray
 

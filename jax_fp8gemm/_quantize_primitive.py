@@ -1,0 +1,156 @@
+"""quantize_p: the primitive behind quantize, its rules and its kernel.
+
+Modes: scale blocks of 128 along a "row", a "column", or both ("row_column"); or squares, the values
+as they are ("block"), transposed, or both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks, _ffi, _quantize_config
+from jax_fp8gemm._partition_rule import PartitionRule
+from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._rounding import block_types, quantize_blocks
+
+_BLOCK = _checks.SCALE_BLOCK
+SQUARE_MODES = ("block", "block_transposed", "block_both")  # modes that take a batch as it is
+
+
+def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
+    if x.ndim != 3:
+        _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
+    *batch, m, k = x.shape
+    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(k, m, 1, e5m2, batch)
+    values, scale = block_types(m, k, _BLOCK, e5m2, batch)
+    transposed = block_types(k, m, _BLOCK, e5m2, batch)
+    return {
+        "row": rows,
+        "column": columns,
+        "row_column": rows + columns,
+        "block": [values, scale],
+        "block_transposed": transposed,
+        "block_both": [values, transposed[0], scale],
+    }[mode]
+
+
+def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    if x.ndim == 3:
+        return jax.vmap(lambda x: _reference(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale))(x)
+    x = x.astype(jnp.float32)
+    rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
+    if mode == "row":
+        return rows(x)
+    if mode == "column":
+        return rows(x.T)
+    if mode == "row_column":
+        return rows(x) + rows(x.T)
+    values, scale = quantize_blocks(x, _BLOCK, e5m2, pow2_scale)
+    return {
+        "block": [values, scale],
+        "block_transposed": [values.T, scale.T],
+        "block_both": [values, values.T, scale],
+    }[mode]
+
+
+def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+    results = _shape_rule(x, **params)
+    if x.size == 0:
+        return _reference(x, **params)
+    if x.ndim == 3 and mode not in SQUARE_MODES:
+        return map_batch(partial(_ffi_call, **params), [x], [0])
+    # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
+    row_major, column_major = tuple(range(x.ndim)), (1, 0)
+    scale_layout = row_major if mode in SQUARE_MODES else column_major
+    config = _quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
+    call = jax.ffi.ffi_call(
+        _ffi.QUANTIZE_TARGET,
+        results,
+        input_layouts=[row_major],
+        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
+    )
+    return list(call(x, config=config))
+
+
+def _batch_rule(operands, dims, *, mode: str, **params):
+    """Folds the batch into m where the kernel takes no batch and no scale block would then span
+    two elements."""
+    x = jnp.moveaxis(operands[0], dims[0], 0)
+    m, k = x.shape[-2:]
+    if x.ndim == 4 or mode in SQUARE_MODES or (mode != "row" and m % _BLOCK):
+        matrices = x.reshape(math.prod(x.shape[:-2]), m, k)
+        results = quantize_p(matrices, mode=mode, **params)
+        return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
+    batch = x.shape[0]
+    results = quantize_p(x.reshape(batch * m, k), mode=mode, **params)
+    params.pop("implementation")
+    elements = _shape_rule(jax.ShapeDtypeStruct((m, k), x.dtype), mode=mode, **params)
+    unfolded = [
+        _unfold(result, batch, element.shape, is_transposed)
+        for result, element, is_transposed in zip(results, elements, _TRANSPOSED[mode], strict=True)
+    ]
+    return unfolded, [0] * len(results)
+
+
+# Whether m is the last dimension of each result rather than the first.
+_TRANSPOSED = {
+    "row": (False, False),
+    "column": (True, True),
+    "row_column": (False, False, True, True),
+}
+
+
+def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.Array:
+    if is_transposed:
+        return jnp.moveaxis(x.reshape(shape[0], batch, shape[1]), 1, 0)
+    return x.reshape(batch, *shape)
+
+
+def partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
+    batch = "".join(f"b{i} " for i in range(x.ndim - 2))
+    rows, columns = f"{batch}m k", f"{batch}k m"
+    results = {
+        "row": (rows, rows),
+        "column": (columns, columns),
+        "row_column": (rows, rows, columns, columns),
+        "block": (rows, rows),
+        "block_transposed": (columns, columns),
+        "block_both": (rows, columns, rows),
+    }[mode]
+    blocked = {"row": "k", "column": "m"}.get(mode, "mk")
+    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
+
+
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Along one axis only, or without the transposed values, where the rest is not used."""
+    if mode == "block_both" and not used[1]:
+        return dict(params, mode="block"), (0, 2)
+    return keep_used_axes(used, mode=mode, **params)
+
+
+def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
+    kept = range(len(used))
+    if mode == "row_column" and not any(used[2:]):
+        mode, kept = "row", (0, 1)
+    elif mode == "row_column" and not any(used[:2]):
+        mode, kept = "column", (2, 3)
+    return dict(params, mode=mode), kept
+
+
+quantize_p = define_primitive(
+    "jax_fp8gemm_quantize",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    batch_rule=_batch_rule,
+    dce_rule=_dce_rule,
+    partition_rule=partition_rule,
+)
