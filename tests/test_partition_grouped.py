@@ -238,15 +238,8 @@ def test_vmap_and_group_offset_in_a_scan():
     assert reference.calc_diff(jax.jit(steps)(*cut), jax.jit(steps)(*operands)) < 1e-9
 
 
-def test_moe_mlp():
-    """Tokens and experts by axes of their own."""
-    operands = moe_cases.problem(m=M, d=128, f=128, g=G)
-    cut = place(on_mesh(AUTO), operands, (P("x"), P("y"), P("y"), P("x")))
-    results = jax.jit(functools.partial(moe_cases.vjp, recipe=Recipe()))(*cut, SIZES)
-    moe_cases.assert_close(results, moe_cases.truth(operands, SIZES))
-
-
-def test_rows_of_swiglu_stay_where_they_are():
+def test_moe_mlp_of_sharded_rows():
+    """Its gradients on a mesh are in test_moe_mlp_program."""
     operands = moe_cases.problem(m=M, d=128, f=128, g=G)[:3]
     cut = place(on_mesh(EXPLICIT), operands, (P("x"), P(), P()))
     compiled, out = compile_and_run(moe_mlp, *cut, SIZES)
