@@ -1,5 +1,7 @@
 """The benchmark of mixture-of-experts layers: sizes, work, memory, and that it runs."""
 
+import dataclasses
+import functools
 import json
 import re
 import sys
@@ -16,6 +18,14 @@ from jax_fp8gemm.bench._cupti import Activity
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
 TINY = _moe.Experts("tiny", groups=2, hidden=128, inter=256, rows=200)
+
+
+@functools.cache
+def tiny_case():
+    """The case of TINY, which compiles its programs once for all tests."""
+    case = _moe.moe_case(TINY)
+    peers = {name: functools.cache(build) for name, build in case.peers.items()}
+    return dataclasses.replace(case, build=functools.cache(case.build), peers=peers)
 
 
 def test_layers_are_the_reference_rows():
@@ -42,7 +52,7 @@ def test_shares_are_uneven_and_sum_to_the_rows():
 
 
 def test_layer_runs_forward_and_backward():
-    case = _moe.moe_case(TINY)
+    case = tiny_case()
     shapes = [(200, 128), (2, 128, 512), (2, 256, 128)]
     ours, lax = case.build(), case.peers["lax_ragged_dot"]()
     (out, gradients), (lax_out, lax_gradients) = ours.run(), lax.run()
@@ -65,13 +75,13 @@ def test_schema_and_memory_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)  # absent, also where it is installed
     file = tmp_path / "moe.json"
     options = _run.Options("moe", fake_time(4.0), ("lax_ragged_dot", "tokamax"), [file])
-    _run.run("moe", [_moe.moe_case(TINY)], options, DEVICE)
+    _run.run("moe", [tiny_case()], options, DEVICE)
     (row,) = json.loads(file.read_text())["rows"]
     keys = {"family", "name", "groups", "rows", "hidden", "inter", "us", "tflops", "config"}
     assert keys <= set(row) and row["name"] == "tiny" and row["peers"] == {"lax_ragged_dot": 4.0}
     # Three weights and their gradients, x, dout, the result and dx, in bf16, and what is kept.
-    assert row["peak_bytes"] > _moe.moe_case(TINY).work.num_bytes
-    assert row["lax_peak_bytes"] > _moe.moe_case(TINY).work.num_bytes
+    assert row["peak_bytes"] > tiny_case().work.num_bytes
+    assert row["lax_peak_bytes"] > tiny_case().work.num_bytes
     printed = capsys.readouterr().out
     assert re.search(r"peak memory of tiny, GB: ours 0\.\d\d, lax 0\.\d\d\n", printed)
     assert "all sizes: 1.000x lax_ragged_dot (geometric mean of 1 rows)" in printed
@@ -93,6 +103,7 @@ def test_command_line_measures_every_layer(monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
     monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
     monkeypatch.setattr(_cli, "LAYERS", (TINY, TINY))
+    monkeypatch.setattr(_cli, "moe_case", {TINY: tiny_case()}.__getitem__)
     flushes = []
 
     def measure(call, repeat, flush):
