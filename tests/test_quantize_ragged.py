@@ -61,7 +61,10 @@ def test_no_rows():
     assert_quantized(quantize_ragged(jnp.asarray(x), int32([3])), x, [3])
 
 
-jitted_columns = jax.jit(lambda *args: ragged_columns(*args, E4M3, False, None))
+jitted_columns = jax.jit(
+    lambda *args: ragged_columns(*args, E4M3, False, None),
+    compiler_options={"xla_backend_optimization_level": 3},  # XLA's own, as in test_quantize.py
+)
 
 
 def columns_from(first_row, x, sizes):
