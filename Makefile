@@ -4,12 +4,14 @@
 #   VENV     its folder
 #   JAX      what to install as JAX; with an NVIDIA driver, JAX's CUDA wheels too
 #   OFFLINE  1: download nothing; use the packages that PYTHON has
+#   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= $(if $(shell command -v nvidia-smi),jax[cuda13],jax)
 OFFLINE ?=
 PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 # Not --system-site-packages: PYTHON may itself belong to a virtual environment.
@@ -21,7 +23,7 @@ CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
 .PHONY: demo test gpu-test lint clean
 
 demo: $(VENV)/installed
-	$(VENV)/bin/python examples/quickstart.py
+	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
 
 test: demo
 	$(VENV)/bin/python -P -m pytest $(PYTEST_FLAGS)
