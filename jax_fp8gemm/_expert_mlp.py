@@ -21,7 +21,6 @@ turn is kept for the backward pass; that of the others is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,12 +30,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._exchange import Exchange
+from jax_fp8gemm._expert_rows import (
+    Received,
+    Turn,
+    add_turns,
+    copy_rows,
+    quantize_columns,
+    rows_of_turn,
+)
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
 from jax_fp8gemm._permute import sort_choices, sum_of_rows, take_rows
 from jax_fp8gemm._quantize import quantize
-from jax_fp8gemm._quantize_ragged import ragged_columns
 from jax_fp8gemm._ragged_dot import gemm_as, wgrad_as
-from jax_fp8gemm._scaled_array import ScaledArray, spread_scale
+from jax_fp8gemm._scaled_array import ScaledArray
 from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._weights import both_ways
 
@@ -61,35 +67,11 @@ class ExpertSpec:
     has_one_turn: bool
 
 
-class _Weights(NamedTuple):
+class Experts(NamedTuple):
     """Quantised weights; the forward pass has their transposes."""
 
     gate_up: ScaledArray
     down: ScaledArray
-
-
-class _Received(NamedTuple):
-    """Tokens (r, d), the weights (r, top_k) of their choices, and the rows that those make.
-
-    sizes: rows of each local expert. choice: of each row, numbered through (r, top_k). order:
-    (r, top_k), the row of each choice; a choice of no local expert has one behind all groups.
-    """
-
-    tokens: ScaledArray
-    weights: jax.Array
-    sizes: jax.Array
-    choice: jax.Array
-    order: jax.Array
-
-
-class _Turn(NamedTuple):
-    """The rows of one turn: their groups, their choices and tokens, and the row of each choice."""
-
-    groups: tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first group starts
-    choice: jax.Array
-    token: jax.Array
-    order: jax.Array
-    has_row: jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,41 +84,59 @@ def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indice
         other number is no expert.
       w_gate_up, w_down: (experts, d, 2 f) and (experts, f, d), the experts of this device.
     """
-    return _forward(spec, x, weights, w_gate_up, w_down, indices)[0]
+    return _expert_mlp_fwd(spec, x, weights, w_gate_up, w_down, indices)[0]
 
 
-def _forward(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
-    exchange, fmt = spec.exchange, spec.into.recipe.fwd
-    gate_up_ways, down_ways = (
-        both_ways(spec.into, fmt, w_gate_up),
-        both_ways(spec.down, fmt, w_down),
-    )
-    kept_weights, w = map(_Weights, gate_up_ways, down_ways)
-    tokens = quantize(x, **_travel_args(spec.into, fmt))
+def _expert_mlp_fwd(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
+    kept, transposed = quantize_experts(spec, w_gate_up, w_down)
+    out, residuals = forward(spec, x, weights, transposed, indices)
+    return out, (residuals, kept)
+
+
+def _expert_mlp_bwd(spec: ExpertSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    kept, w = residuals
+    return (*backward(spec, kept, w, dout), None)
+
+
+expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
+
+
+def quantize_experts(spec: ExpertSpec, w_gate_up: Any, w_down: Any) -> tuple[Experts, Experts]:
+    """The weights for the backward pass, and transposed for the forward pass."""
+    fmt = spec.into.recipe.fwd
+    gate_up, down = both_ways(spec.into, fmt, w_gate_up), both_ways(spec.down, fmt, w_down)
+    kept, transposed = map(Experts, gate_up, down)
+    return name_residual("rhs", kept), transposed
+
+
+def forward(
+    spec: ExpertSpec, x: jax.Array, weights: jax.Array, w: Experts, indices: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The result of expert_mlp, with transposed weights, and what the backward pass needs."""
+    exchange = spec.exchange
+    tokens = quantize(x, **_travel_args(spec.into, spec.into.recipe.fwd))
     plan = exchange.plan(indices // spec.experts)
     sent = tokens, weights, indices
 
-    def run(turn: Any) -> tuple[jax.Array, _Received, jax.Array]:
+    def run(turn: Any) -> tuple[jax.Array, Received, jax.Array]:
         received = _receive(spec, plan, turn, *sent)
         partial_sums, gate_up = _forward_turn(spec, received, 0, w)
         step = lambda turn: _forward_turn(spec, received, turn, w)[0]
-        partial_sums = _add_turns(partial_sums, _num_turns(spec, received), step)
+        partial_sums = add_turns(partial_sums, _num_turns(spec, received), step)
         return exchange.give_back(plan, turn, partial_sums), received, gate_up
 
     out, received, gate_up = run(0)
-    out = _add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
+    out = add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
     kept = name_residual("lhs", received), name_residual("out", gate_up)
-    kept_weights = name_residual("rhs", kept_weights)
     # What is sent again in the turns after the first.
     again = None if exchange.has_one_turn else name_residual("lhs", sent)
-    return name_residual("out", out), (*kept, kept_weights, plan, again)
+    return name_residual("out", out), (*kept, plan, again)
 
 
-def _forward_turn(spec: ExpertSpec, received: _Received, turn: Any, w: _Weights):
+def _forward_turn(spec: ExpertSpec, received: Received, turn: Any, w: Experts):
     """Weighted sums (r, d) over the rows of this turn, and gate_up."""
     into, down = spec.into, spec.down
-    rows = _rows_of_turn(spec, received, turn)
+    rows = rows_of_turn(received, turn, spec.rows)
     gate_up = _gate_up(spec, received, rows, w.gate_up)
     h_args = quantize_args(down, down.recipe.fwd)
     h, _ = swiglu_quantize(gate_up, *rows.groups, with_columns=False, **h_args)
@@ -145,42 +145,45 @@ def _forward_turn(spec: ExpertSpec, received: _Received, turn: Any, w: _Weights)
     return sums.astype(into.lhs_dtype), gate_up
 
 
-def _gate_up(spec: ExpertSpec, received: _Received, rows: _Turn, w: ScaledArray) -> jax.Array:
-    lhs = _copy(received.tokens, rows.token)
+def _gate_up(spec: ExpertSpec, received: Received, rows: Turn, w: ScaledArray) -> jax.Array:
+    lhs = copy_rows(received.tokens, rows.token)
     return gemm_as(spec.into, spec.into.out_dtype, lhs, w, *rows.groups)
 
 
-def _backward(spec: ExpertSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    received, gate_up, w, plan, sent = residuals
+def backward(
+    spec: ExpertSpec, residuals: Any, w: Experts, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients of x, weights, w_gate_up and w_down."""
+    received, gate_up, plan, sent = residuals
     exchange = spec.exchange
     quantised = quantize(dout, **_travel_args(spec.down, spec.down.recipe.bwd))
 
-    def run(turn: Any, received: _Received, gate_up: jax.Array | None) -> tuple[Any, ...]:
+    def run(turn: Any, received: Received, gate_up: jax.Array | None) -> tuple[Any, ...]:
         send = lambda x: exchange.send(plan, turn, x)
         douts = ScaledArray(send(quantised.values), send(quantised.scale))
         first = _backward_turn(spec, received, douts, 0, w, gate_up)
         step = lambda turn: _backward_turn(spec, received, douts, turn, w, None)
-        dx, dweights, *drhs = _add_turns(first, _num_turns(spec, received), step)
+        dx, dweights, *drhs = add_turns(first, _num_turns(spec, received), step)
         give_back = lambda x: exchange.give_back(plan, turn, x)
         return give_back(dx), give_back(dweights), *drhs
 
     first = run(0, received, gate_up)
     step = lambda turn: run(turn, _receive(spec, plan, turn, *sent), None)
-    dx, dweights, *drhs = _add_turns(first, exchange.num_turns(plan), step)
-    return dx.astype(spec.into.lhs_dtype), dweights.astype(received.weights.dtype), *drhs, None
+    dx, dweights, *drhs = add_turns(first, exchange.num_turns(plan), step)
+    return dx.astype(spec.into.lhs_dtype), dweights.astype(received.weights.dtype), *drhs
 
 
 def _backward_turn(
-    spec: ExpertSpec, received: _Received, douts: ScaledArray, turn: Any, w: _Weights, gate_up: Any
+    spec: ExpertSpec, received: Received, douts: ScaledArray, turn: Any, w: Experts, gate_up: Any
 ) -> tuple[Any, ...]:
     """Of the rows of this turn: dx (r, d), dweights (r, top_k), dw_gate_up and dw_down."""
     into, down = spec.into, spec.down
-    rows = _rows_of_turn(spec, received, turn)
+    rows = rows_of_turn(received, turn, spec.rows)
     if gate_up is None:
         # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
         gate_up = _gate_up(spec, received, rows, w_gate_up.T)
-    douts = _copy(douts, rows.token)
+    douts = copy_rows(douts, rows.token)
     with jax.named_scope("dlhs"):
         dh = gemm_as(down, down.lhs_dtype, douts, w.down, *rows.groups).astype(jnp.float32)
     dots = jnp.sum(swiglu(gate_up) * dh, axis=1)
@@ -193,68 +196,30 @@ def _backward_turn(
         dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *rows.groups)
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
     dw_gate_up = dw_down = None
-    columns = partial(_columns, into.out_dtype, rows.groups)
     if into.rhs_dtype is not None:
-        x_columns = columns(_copy(received.tokens, rows.token), 1, fwd_args)
+        x = copy_rows(received.tokens, rows.token)
+        x_columns = quantize_columns(x, 1.0, rows.groups, into.out_dtype, fwd_args)
         with jax.named_scope("drhs"):
             dw_gate_up = wgrad_as(into, into.rhs_dtype, x_columns, da_columns, rows.groups[0])
     if down.rhs_dtype is not None:
         _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
-        dout_columns = columns(douts, weights, bwd_args)
+        dout_columns = quantize_columns(douts, weights, rows.groups, into.out_dtype, bwd_args)
         with jax.named_scope("drhs"):
             dw_down = wgrad_as(down, down.rhs_dtype, h_columns, dout_columns, rows.groups[0])
     return dx, dweights, dw_gate_up, dw_down
-
-
-expert_mlp.defvjp(_forward, _backward)
 
 
 def _travel_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
     return quantize_args(spec, fmt) | dict(pow2_scale=True)
 
 
-def _receive(spec: ExpertSpec, plan: Any, turn: Any, tokens, weights, indices) -> _Received:
+def _receive(spec: ExpertSpec, plan: Any, turn: Any, tokens, weights, indices) -> Received:
     send = partial(spec.exchange.send, plan, turn)
     local = send(indices, empty=-1) - lax.axis_index(spec.exchange.axis) * spec.experts
     tokens = ScaledArray(send(tokens.values), send(tokens.scale))
-    return _Received(tokens, send(weights), *sort_choices(local, spec.experts))
+    return Received(tokens, send(weights), *sort_choices(local, spec.experts))
 
 
-def _num_turns(spec: ExpertSpec, received: _Received) -> jax.Array | int:
+def _num_turns(spec: ExpertSpec, received: Received) -> jax.Array | int:
     """Turns until all rows are computed."""
     return 1 if spec.has_one_turn else -(-received.sizes.sum() // spec.rows)
-
-
-def _rows_of_turn(spec: ExpertSpec, received: _Received, turn: Any) -> _Turn:
-    first = turn * spec.rows
-    ends = jnp.clip(jnp.cumsum(received.sizes) - first, 0, spec.rows)
-    sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
-    choice = jnp.pad(received.choice, (0, -received.choice.shape[0] % spec.rows))
-    choice = lax.dynamic_slice_in_dim(choice, first, spec.rows)
-    order = received.order - first
-    has_row = (order >= 0) & (order < ends[-1])
-    groups = sizes, jnp.zeros((1,), jnp.int32)
-    token = choice // received.order.shape[1]
-    return _Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row)
-
-
-def _copy(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
-    return ScaledArray(take_rows(tokens.values, rows), take_rows(tokens.scale, rows))
-
-
-def _columns(dtype: Any, groups: Any, rows: ScaledArray, weights: Any, args) -> ScaledArray:
-    """Weighted rows, quantised again along their ragged columns."""
-    x = rows.values.astype(jnp.float32) * spread_scale(rows) * weights
-    return ragged_columns(x.astype(dtype), *groups, **args)
-
-
-def _add_turns(first: Any, count: jax.Array | int, step: Callable[[jax.Array], Any]) -> Any:
-    """first + step(1) + ... + step(count - 1)."""
-    if isinstance(count, int):
-        return first
-
-    def add(state):
-        turn, total = state
-        return turn + 1, jax.tree.map(jnp.add, total, step(turn))
-
-    return lax.while_loop(lambda state: state[0] < count, add, (jnp.int32(1), first))[1]

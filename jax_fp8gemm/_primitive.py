@@ -165,12 +165,14 @@ def _fall_back(op: str, implementation: str | None, reason: str) -> None:
     _ffi.warn_once(reason)
 
 
-def replicate(x: jax.Array) -> jax.Array:
-    """`x` with no dimension sharded over an Explicit mesh axis; `x` itself if so already."""
+def replicate(x: jax.Array, from_dim: int = 0) -> jax.Array:
+    """`x` with no dimension from this one on sharded over an Explicit mesh axis."""
     aval = jax.typeof(x)
-    if all(axes is None for axes in aval.sharding.spec):
+    spec = aval.sharding.spec
+    if all(axes is None for axes in spec[from_dim:]):
         return x
-    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*(None,) * aval.ndim)))
+    kept = (*spec[:from_dim], *(None,) * (aval.ndim - from_dim))
+    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*kept)))
 
 
 def match_varying(*operands: Any) -> tuple[Any, ...]:

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
-from jax_fp8gemm._expert_parallel import axis_names, expert_parallel, is_manual, on_mesh
+from jax_fp8gemm._expert_parallel import (
+    axis_names,
+    expert_parallel,
+    expert_parallel_on_mesh,
+    is_manual,
+    lay_out,
+    travels_as_fp8,
+)
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
 from jax_fp8gemm._permute import limit
@@ -108,7 +115,20 @@ def moe_layer(
 
     if is_manual(names):
         return on_device(*operands).reshape(x.shape)
-    return on_mesh(op, on_device, operands, names, mesh).reshape(x.shape)
+    layout = lay_out(op, operands, names, mesh)
+    if not travels_as_fp8(recipe):
+        specs = layout.tokens, layout.tokens, layout.experts, layout.experts
+        return layout.map(on_device, specs, layout.tokens)(*operands).reshape(x.shape)
+    out = expert_parallel_on_mesh(
+        op,
+        layout,
+        choose,
+        operands,
+        exchange=exchange,
+        recipe=recipe,
+        implementation=implementation,
+    )
+    return out.reshape(x.shape)
 
 
 def _local_layer(x, indices, weights, w_gate_up, w_down, *, recipe: Recipe, implementation):
@@ -173,4 +193,6 @@ def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
             f"{op}: {name} must have the leading dimensions of x; "
             f"got {name} {_checks.short_type(part)}, x {_checks.short_type(x)}"
         )
-    return replicate(jnp.asarray(part)).reshape(math.prod(x.shape[:-1]), part.shape[-1])
+    # Explicit mesh axes may go on cutting the first dimension.
+    part = replicate(jnp.asarray(part), from_dim=1)
+    return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])

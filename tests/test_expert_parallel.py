@@ -1,6 +1,7 @@
 """moe_layer with its experts along a mesh axis, against all experts of all tokens in float64."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import reference
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh
+from meshes import collectives, mesh
 from test_moe import TOLERANCE, expert, random
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, _exchange, _expert_parallel, quantize
@@ -146,6 +147,39 @@ def test_logits_on_a_mesh_of_explicit_axes():
     out = jax.jit(layer)(*operands)
     assert jax.typeof(out).sharding.spec == P(("x", "y"), None)
     assert_close([out], truth()[:1], TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_weights_sharded_along_another_axis_are_gathered_as_fp8(axis_type):
+    where = mesh(axis_type, axis_type, shape=(4, 2))
+    d, f = 256, 128
+    x, dout = random(M, d), random(M, d, seed=5)
+    weights = random(E, d, 2 * f, seed=2) / 16, random(E, f, d, seed=3) / 16
+    _, indices, probs, *_ = problem()
+    tokens, layer = P(("x", "y")), functools.partial(moe_layer, expert_axis="x", mesh=where)
+
+    def run(*weight_specs):
+        specs = tokens, tokens, tokens, *weight_specs, tokens
+        place = lambda x, spec: jax.device_put(x, NamedSharding(where, spec))
+        operands = map(place, (x, indices, probs, *weights, dout), specs)
+        jitted = jax.jit(
+            functools.partial(vjp, layer),
+            out_shardings=tuple(NamedSharding(where, specs[i]) for i in (0, 0, 1, 3, 4)),
+        )
+        compiled = jitted.lower(*(operands := list(operands))).compile()
+        return collectives(compiled), compiled(*operands)
+
+    moved, found = run(P("x", "y"), P("x", None, "y"))
+    moved_else, expected = run(P("x"), P("x"))
+    jax.tree.map(reference.assert_same_bits, found, expected)
+    gathers = sorted((Counter(moved) - Counter(moved_else)).elements())
+    # Forward and backward, each of both.
+    wide, tall = f"[2,{d},{2 * f}]", f"[2,{2 * f},{d}]"
+    assert [text for text in gathers if "f8e4m3fn" in text] == sorted(
+        f"all-gather f8e4m3fn{x}" for x in (wide, tall, f"[2,{f},{d}]", f"[2,{d},{f}]")
+    )
+    wide = [text for text in gathers if "f8e4m3fn" not in text and str(d) in text]
+    assert wide == []  # but scales, of blocks
 
 
 def test_weights_quantised_once_and_leading_dimensions():

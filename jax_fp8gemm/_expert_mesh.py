@@ -1,0 +1,147 @@
+"""Expert-parallel layers under jit: what is cut how, and weights that are gathered as FP8.
+
+Along the axes of the mesh that are not the experts', weights may be sharded too: they are then
+quantised where they live, gathered as FP8, and their gradients summed in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward, quantize_experts
+from jax_fp8gemm._scaled_array import ScaledArray
+
+_F32 = jnp.dtype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """How the mesh cuts the layer's arrays, all along their first dimension.
+
+    Attributes:
+      mesh: of the caller.
+      token_axes: those that cut the tokens: all that are not manual.
+      expert_axes: those of them that cut the experts.
+    """
+
+    mesh: Any
+    token_axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Into how many parts the tokens are cut."""
+        return math.prod(self.mesh.shape[name] for name in self.token_axes)
+
+    @property
+    def num_expert_devices(self) -> int:
+        """Into how many the experts are cut."""
+        return math.prod(self.mesh.shape[name] for name in self.expert_axes)
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of an array of tokens, and of anything that each device has of its own."""
+        return PartitionSpec(self.token_axes)
+
+    @property
+    def experts(self) -> PartitionSpec:
+        """Of an array of experts."""
+        return PartitionSpec(self.expert_axes)
+
+    def map(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
+    ) -> Callable[..., Any]:
+        """`function` on each device's shards of operands, which are moved there first."""
+        sharded = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.token_axes),
+            check_vma=check_vma,
+        )
+
+        def run(*operands):
+            moved = [
+                jax.tree.map(partial(self.place, spec=spec), operand)
+                for spec, operand in zip(in_specs, operands, strict=True)
+            ]
+            return sharded(*moved)
+
+        return run
+
+    def place(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        """`x` as `spec` says over the Explicit axes; XLA moves it along the others."""
+        x = jnp.asarray(x)
+        explicit = set(jax.typeof(x).sharding.mesh.explicit_axes)
+        if not explicit:
+            return x
+        as_tuple = lambda axes: axes if isinstance(axes, tuple) else (axes,)
+        dims = [tuple(name for name in as_tuple(a) if name in explicit) or None for a in spec]
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*dims)))
+
+
+def expert_mlp_on_mesh(
+    spec: ExpertSpec, layout: MeshLayout, x, weights, w_gate_up: Any, w_down: Any, indices
+) -> jax.Array:
+    """expert_mlp of the tokens and experts of all devices; `spec` is that of one."""
+    lie = tuple(
+        None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
+    )
+    x, weights, indices = (layout.place(y, layout.tokens) for y in (x, weights, indices))
+    return _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices) -> jax.Array:
+    return _fwd(spec, layout, lie, x, weights, w_gate_up, w_down, indices)[0]
+
+
+def _fwd(spec: ExpertSpec, layout: MeshLayout, lie, x, weights, w_gate_up, w_down, indices):
+    kept, transposed = quantize_experts(spec, w_gate_up, w_down)
+    tokens, experts = layout.tokens, layout.experts
+    # check_vma=False: residuals are each device's own, whether or not they differ.
+    run = layout.map(
+        partial(forward, spec), (tokens, tokens, experts, tokens), tokens, check_vma=False
+    )
+    out, residuals = run(x, weights, transposed, indices)
+    return out, (residuals, kept)
+
+
+def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Array):
+    tokens, experts = layout.tokens, layout.experts
+    summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
+    products = spec.into, spec.down
+    f32 = lambda product: product if product.rhs_dtype is None else replace(product, rhs_dtype=_F32)
+    spec = replace(spec, into=f32(spec.into), down=f32(spec.down)) if summed else spec
+
+    def run(residuals, w, dout):
+        dx, dweights, *drhs = backward(spec, residuals, w, dout)
+        total = [
+            None if dw is None else lax.psum(dw, summed).astype(product.rhs_dtype)
+            for dw, product in zip(drhs, products, strict=True)
+        ]
+        return dx, dweights, *(total if summed else drhs)
+
+    out_specs = tokens, tokens, experts, experts
+    run = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
+    kept, w = residuals
+    dx, dweights, *drhs = run(kept, w, dout)
+    drhs = [dw if where is None else _lie(dw, where) for dw, where in zip(drhs, lie, strict=True)]
+    return dx, dweights, *drhs, None
+
+
+_expert_mlp.defvjp(_fwd, _bwd)
+
+
+def _lie(x: Any, sharding: Any) -> Any:
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
