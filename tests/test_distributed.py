@@ -50,9 +50,9 @@ def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np
 def test_two_processes_train_as_one(tmp_path):
     expected, _ = distributed_program.train(**distributed_program.inputs())
     for saved in run_processes(2, tmp_path):
-        # Weights are cut by both axes: they cross between the processes as FP8 (f16 on a CPU).
+        # Weights are cut by both axes: they cross between the processes as FP8.
         moved = saved.pop("moved").tolist()
-        assert any("all-gather f16" in text for text in moved), moved
+        assert any("all-gather f8e4m3fn" in text for text in moved), moved
         assert not any("all-gather f32[256,512]" in text for text in moved), moved
         assert saved.keys() == expected.keys()
         for name, x in expected.items():
