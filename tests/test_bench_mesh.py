@@ -10,11 +10,12 @@ from jax.sharding import AxisType
 
 import jax_fp8gemm
 from jax_fp8gemm import _ffi, bench
-from jax_fp8gemm.bench import _cli, _fsdp, _mesh, _timer
+from jax_fp8gemm.bench import _cli, _expert_parallel, _fsdp, _mesh, _timer
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
 TINY = _fsdp.Stack("tiny", 1, hidden=256, inter=512, tokens=128, loop="unrolled")
+MIXTURE = _expert_parallel.Mixture("tiny", 2, tokens=64, top_k=2, hidden=128, inter=64)
 FP8 = ("f16", 2) if jax.default_backend() == "cpu" else ("f8e4m3fn", 1)  # as XLA gathers it
 
 PROGRAM = """\
@@ -49,10 +50,16 @@ def test_bytes_that_a_program_moves():
     }
 
 
-def test_a_loop_of_unknown_length_is_refused():
+def test_a_loop_of_unknown_length_is_apart():
     text = PROGRAM.replace("known_trip_count", "other")
-    with pytest.raises(ValueError, match="must say how often it runs; got   %loop"):
-        _mesh.moved_bytes(text, num_devices=4)
+    assert _mesh.moved_bytes(text, num_devices=4) == {
+        "all-gather f32, a turn": 8 * 4,
+        "all-gather f8e4m3fn": 64 * 32,
+        "all-gather f8e4m3fn, a turn": 64 * 32,
+        "all-gather u8, a turn": 128,
+        "all-reduce f32": 4,
+        "reduce-scatter bf16": 4 * 2 * 4,
+    }
 
 
 def test_work_of_a_stack():
@@ -67,7 +74,7 @@ def two_devices(monkeypatch):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     on = jax.make_mesh((2,), (_mesh.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    for module in (_mesh, _fsdp):
+    for module in (_mesh, _fsdp, _expert_parallel):
         monkeypatch.setattr(module, "local_mesh", lambda: on)
     # Without LLVM's work on programs that run a few times.
     monkeypatch.setattr(_mesh, "_OPTIONS", {"xla_backend_optimization_level": 0})
@@ -104,11 +111,65 @@ def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, cap
     assert "moved by tiny (tokens=128, mode=unrolled), GB: ours [" in printed
 
 
-def test_refuses_one_device(monkeypatch, capsys):
+def test_work_of_a_mixture():
+    assert _expert_parallel.DEEPSEEK_V3.flop == 18 * 65536 * 7168 * 2048
+    first, *others = _expert_parallel.expert_parallel_cases(MIXTURE)
+    assert first.labels["mode"] == "all_gather"
+    assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
+    assert [list(case.peers) for case in others] == [["one_gpu"]] * 2
+    weights = 2 * 128 * 128 + 2 * 64 * 128
+    assert first.work.num_bytes == 2 * (4 * 64 * 128 + 2 * weights)
+
+
+def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices):
+    first, *_ = _expert_parallel.expert_parallel_cases(MIXTURE)
+    ours, in_bf16 = first.build(), first.peers["lax_ragged_dot"]()
+    results, bf16_results = ours.run(), in_bf16.run()
+    shapes = [(128, 128), (128, 128), (128, 4), (4, 128, 128), (4, 64, 128)]
+    assert [x.shape for x in results] == shapes
+    for x, y in zip(results, bf16_results, strict=True):
+        assert x.dtype == y.dtype
+        # The same layer on the same data: FP8 with fine scales keeps to a few percent.
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) < 0.1 * np.linalg.norm(y)
+    assert in_bf16.max_repeat == 1
+    # x and dout to both devices, and a scale, an index or a weight for 128 of their values.
+    assert ours.moved_bytes is not None and in_bf16.moved_bytes is not None
+    assert ours.moved_bytes[f"all-gather {FP8[0]}"] == 2 * 128 * 128 * FP8[1]
+    assert ours.moved_bytes["all-gather f32"] == 128 * 4 * (2 + 2)
+    assert ours.moved_bytes["all-gather s32"] == 128 * 4 * 2
+    one_gpu = first.peers["one_gpu"]()
+    out, *gradients = one_gpu.run()
+    assert out.shape == (64, 128) and len(out.devices()) == 1
+    assert [x.shape for x in gradients] == [(64, 128), (64, 2), (2, 128, 128), (2, 64, 128)]
+    assert one_gpu.moved_bytes is None
+
+
+def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
+    call = _timer.Call(
+        lambda: np.zeros(()), _timer.jax_queue(), moved_bytes={"all-gather f32": 10**7}
+    )
+    monkeypatch.setattr(_expert_parallel, "expert_parallel_call", lambda *args, **kwargs: call)
+    file = tmp_path / "expert_parallel.json"
+    arguments = ["--repeat", "1", "--peers", "one_gpu", "--json", str(file)]
+    assert bench.main(["expert-parallel", *arguments]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["all_gather", "all_to_all", "ragged_all_to_all"]
+    for row in rows:
+        assert row["family"] == "expert_parallel" and row["gpus"] == 2 and row["timer"] == "wall"
+        assert row["tokens"] == 8192 and list(row["peers"]) == ["one_gpu"]
+    title = "moved by deepseek_v3 (tokens=8192, mode=all_gather), GB: "
+    assert f"{title}ours [all-gather f32 0.010], one " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["fsdp", "expert-parallel"])
+def test_refuses_one_device(family, monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    assert bench.main(["fsdp"]) == 1
-    assert "fsdp needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out
+    assert bench.main([family]) == 1
+    assert f"{family} needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out
 
 
 def test_steps_are_timed_after_the_first_sample():

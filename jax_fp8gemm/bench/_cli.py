@@ -10,6 +10,7 @@ import jax
 
 from jax_fp8gemm import _ffi
 from jax_fp8gemm.bench._case import Case
+from jax_fp8gemm.bench._expert_parallel import DEEPSEEK_V3, expert_parallel_cases
 from jax_fp8gemm.bench._families import cases
 from jax_fp8gemm.bench._fsdp import STACKS, fsdp_case
 from jax_fp8gemm.bench._grouped import grouped_cases
@@ -27,11 +28,12 @@ from jax_fp8gemm.bench._timer import measure, measure_sustained
 _PEERS = (
     *("cublaslt_tensorwise", "cublaslt_block", "torch_bf16"),
     *("xla_bf16", "xla", "lax_ragged_dot", "tokamax", "deepgemm"),
+    "one_gpu",
 )
 _GROUPED = ("ragged", "masked", "ragged-wgrad")
 _TILED = ("dense", "wgrad", *_GROUPED)
 _LAYERS = ("matmul", "moe")  # many kernels a call, all of which count
-_MESH = ("fsdp",)  # on all GPUs
+_MESH = ("fsdp", "expert-parallel")  # on all GPUs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +110,8 @@ def _cases(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> Sequence[C
         return [moe_case(layer) for layer in LAYERS]
     if arguments.family == "fsdp":
         return [fsdp_case(stack) for stack in STACKS]
+    if arguments.family == "expert-parallel":
+        return expert_parallel_cases(DEEPSEEK_V3)
     family = arguments.family.replace("-", "_")
     if arguments.family in _GROUPED:
         grouped = [shape for shape in shapes if isinstance(shape, GroupedShape)]

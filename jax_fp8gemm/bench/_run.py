@@ -22,6 +22,7 @@ _PEAK, _MOVED = "peak_bytes", "moved_bytes"
 _DIMENSIONS = (
     *("m", "n", "k", "hidden", "inter"),
     *("name", "groups", "expected_rows", "rows", "max_m", "expected_k", "gpus"),
+    *("experts", "top_k"),
 )
 
 

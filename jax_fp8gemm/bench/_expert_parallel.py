@@ -1,0 +1,131 @@
+"""The family `expert-parallel`: a mixture of experts spread over the GPUs, forward and backward.
+
+Each GPU has its own tokens and its own experts. Routing counts, and so does the exchange of tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_fp8gemm import BF16, moe
+from jax_fp8gemm._exchange import NAMES
+from jax_fp8gemm.bench._case import Build, Case
+from jax_fp8gemm.bench._mesh import AXIS, local_mesh, step_call
+from jax_fp8gemm.bench._problem import Shape, Work
+from jax_fp8gemm.bench._timer import Call
+
+_LAX_REPEAT = 1  # three steps, of 0.9 s each
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Of each GPU: x (tokens, hidden), w_gate_up (experts, hidden, 2 inter), w_down."""
+
+    name: str
+    experts: int
+    tokens: int
+    top_k: int
+    hidden: int
+    inter: int
+
+    @property
+    def flop(self) -> int:
+        """Of one GPU: three products, forward and two backward."""
+        return 18 * self.tokens * self.top_k * self.hidden * self.inter
+
+
+DEEPSEEK_V3 = Mixture("deepseek_v3", experts=16, tokens=8192, top_k=8, hidden=7168, inter=2048)
+
+
+def expert_parallel_cases(mixture: Mixture) -> list[Case]:
+    """Our layer by each exchange beside one GPU alone, and once in bf16. Figures are of one GPU."""
+    m, mesh = mixture, local_mesh()
+    # Read once: x, dout, both weights. Written once: the result, dx, both gradients. All but
+    # logits, a thousandth of that.
+    num_bytes = 2 * (4 * m.tokens * m.hidden + 6 * m.experts * m.hidden * m.inter)
+    call = functools.partial(expert_parallel_call, mixture, mesh, expert_axis=AXIS)
+    # Compiled once for all rows.
+    one_gpu = functools.cache(lambda: expert_parallel_call(mixture, _first_of(mesh)))
+
+    def case(exchange: str) -> Case:
+        peers: dict[str, Build] = {"one_gpu": one_gpu}
+        if exchange == "all_gather":
+            in_bf16 = functools.partial(call, exchange=exchange, recipe=BF16)
+            peers["lax_ragged_dot"] = functools.partial(in_bf16, max_repeat=_LAX_REPEAT)
+        return Case(
+            labels=dict(
+                name=m.name,
+                gpus=mesh.size,
+                experts=m.experts,
+                tokens=m.tokens,
+                top_k=m.top_k,
+                hidden=m.hidden,
+                inter=m.inter,
+                mode=exchange,
+            ),
+            shape=Shape(m.tokens, m.inter, m.hidden),
+            work=Work(m.flop, num_bytes),
+            config="",
+            build=functools.partial(call, exchange=exchange),
+            peers=peers,
+        )
+
+    return [case(exchange) for exchange in NAMES]
+
+
+def expert_parallel_call(
+    mixture: Mixture, mesh: Mesh, max_repeat: int | None = None, **options: Any
+) -> Call:
+    """The compiled forward and backward on random bf16 inputs that lie on `mesh`.
+
+    options: of moe_layer.
+    """
+    layer = functools.partial(moe.moe_layer, top_k=mixture.top_k, mesh=mesh, **options)
+    step = functools.partial(_forward_backward, layer)
+    return step_call(step, None, *_operands(mixture, mesh), max_repeat=max_repeat)
+
+
+def _forward_backward(
+    layer: Callable[..., jax.Array],
+    state: None,
+    x: jax.Array,
+    logits: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    dout: jax.Array,
+) -> Any:
+    """No state; and the result and four gradients."""
+    out, pullback = jax.vjp(layer, x, logits, w_gate_up, w_down)
+    return state, (out, *pullback(dout))
+
+
+def _first_of(mesh: Mesh) -> Mesh:
+    return jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,), devices=[mesh.devices.flat[0]])
+
+
+def _operands(mixture: Mixture, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """x, logits, w_gate_up, w_down and dout, each made where it lives."""
+    m = mixture
+    tokens, experts = m.tokens * mesh.size, m.experts * mesh.size
+    # Weights of variance 1/fan-in, as at initialisation: activations stay near 1.
+    arrays = (
+        ((tokens, m.hidden), jnp.bfloat16, 1.0),
+        ((tokens, experts), jnp.float32, 1.0),
+        ((experts, m.hidden, 2 * m.inter), jnp.bfloat16, m.hidden**-0.5),
+        ((experts, m.inter, m.hidden), jnp.bfloat16, m.inter**-0.5),
+        ((tokens, m.hidden), jnp.bfloat16, 1.0),
+    )
+
+    def make() -> tuple[jax.Array, ...]:
+        return tuple(
+            jax.random.normal(jax.random.key(i), shape, dtype) * scale
+            for i, (shape, dtype, scale) in enumerate(arrays)
+        )
+
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXIS)))()
