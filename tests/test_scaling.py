@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from jax_fp8gemm._exchange import choose_exchange, make_exchange
 from jax_fp8gemm.bench._scaling import (
     Axis,
     Model,
@@ -67,7 +68,7 @@ def test_copies_of_a_token():
     assert copies("all_gather", 1, 8, 1.25) == copies("all_to_all", 1, 8, 1.25) == 0
 
 
-@pytest.mark.parametrize("headroom, last", [(1, 1), (1.25, 5), (1.5, 7), (2, 12)])
+@pytest.mark.parametrize("headroom, last", [(1, 1), (1.125, 4), (1.25, 5), (1.5, 7), (2, 12)])
 def test_crossover(headroom, last):
     assert crossover(8, headroom) == last
     # 1 - (1 - 1/p)^8 >= 1 / headroom
@@ -96,17 +97,24 @@ def test_expert_parallel_layer():
     dispatch = 3 * 8192 * (7168 + 224 + 64 + 7168 + 224)  # x, and dout without its choices
     returned = 3 * 8192 * (14336 + 14336)
     assert found.moved_bytes == dispatch + returned
-    assert found.moving_seconds == pytest.approx((dispatch + returned) / 281e9)
+    assert found.moving_seconds == pytest.approx(dispatch / 281e9 + returned / 270e9)
     weights = 16 * 3 * 7168 * 2048
     assert found.compute_seconds == pytest.approx(found.flop / 1113e12 + weights * 1.667e-12)
     fast, slow = found.seconds_between
     assert fast == found.compute_seconds and slow == fast + found.moving_seconds
     slots = predict_ep_layer("all_to_all", 4, 8192, **sizes)
     assert slots.moved_bytes == found.moved_bytes
-    assert slots.moving_seconds == pytest.approx(dispatch / 219e9 + returned / 270e9)
+    assert slots.moving_seconds == pytest.approx((dispatch + returned) / 270e9)
     bf16 = predict_ep_layer("all_gather", 4, 8192, is_fp8=False, **sizes)
     assert bf16.moved_bytes == 3 * 8192 * (64 + 4 * 14336)
     assert bf16.compute_seconds == pytest.approx(found.flop / 90e12)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_the_faster_exchange_in_one_host_is_that_of_the_layer(p):
+    seconds = lambda strategy: exchange(strategy, Axis(p, p), 7168, 8, 8192, RATES).seconds
+    slots = make_exchange("all_to_all", "x", p, 8192, 8).slots
+    assert choose_exchange(slots, 8192) == min("all_gather", "all_to_all", key=seconds)
 
 
 def test_fully_sharded_mlps():

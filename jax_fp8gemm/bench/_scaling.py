@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jax_fp8gemm._exchange import HEADROOM, RATES
+
 Strategy = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
 STRATEGIES: tuple[Strategy, ...] = ("all_gather", "all_to_all", "ragged_all_to_all")
 Number = int | float
-HEADROOM = 1.25  # assumed: what a slot of all_to_all holds, over the rows expected in it
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,9 @@ class Rates:
     expert_tflops: Number = 1113.0
     weight_ps: Number = 1.667  # for each weight of an expert, whatever its rows
     bf16_expert_tflops: Number = 90.0  # jax.lax.ragged_dot
-    gather_gbps: Number = 281.0  # all_gather and reduce_scatter, into a GPU
-    all_to_all_fp8_gbps: Number = 219.0
-    all_to_all_bf16_gbps: Number = 270.0
-    ragged_all_to_all_gbps: Number = 6.0
+    gather_gbps: Number = RATES["all_gather"] / 1e9  # and reduce_scatter, into a GPU
+    all_to_all_gbps: Number = RATES["all_to_all"] / 1e9
+    ragged_all_to_all_gbps: Number = RATES["ragged_all_to_all"] / 1e9
     network_gbps: Number = 40.0  # assumed: 80 % of 400 Gb/s a GPU
     gpus_per_host: int = 8
 
@@ -178,16 +178,14 @@ def exchange(
     x = token_bytes(hidden, top_k, is_fp8)
     dispatch = sent * (x + x - 8 * top_k)
     returned = sent * 2 * (2 * hidden)
+    is_ragged = strategy == "ragged_all_to_all"
+    local_gbps = rates.ragged_all_to_all_gbps if is_ragged else rates.all_to_all_gbps
+    seconds = axis.exchange_seconds(returned, local_gbps, rates)
     if strategy == "all_gather":
         whole = axis.size / max(axis.size - 1, 1)  # a gather counts a device's own part too
-        seconds = axis.gather_seconds((dispatch + returned) * whole, rates)
+        seconds += axis.gather_seconds(dispatch * whole, rates)
     else:
-        back = rates.all_to_all_bf16_gbps
-        out = rates.all_to_all_fp8_gbps if is_fp8 else back
-        if strategy == "ragged_all_to_all":
-            out = back = rates.ragged_all_to_all_gbps
-        seconds = axis.exchange_seconds(dispatch, out, rates)
-        seconds += axis.exchange_seconds(returned, back, rates)
+        seconds += axis.exchange_seconds(dispatch, local_gbps, rates)
     return Exchange(dispatch, returned, seconds)
 
 

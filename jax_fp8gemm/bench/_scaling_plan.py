@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from jax_fp8gemm._exchange import HEADROOM
 from jax_fp8gemm.bench._scaling import (
-    HEADROOM,
     Axis,
     Exchange,
     Model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_fp8gemm._exchange import HEADROOM
 from jax_fp8gemm.bench._scaling import (
-    HEADROOM,
     Axis,
     Number,
     Rates,
