@@ -78,8 +78,13 @@ def test_gradients_of_transposed_ragged_rows():
     lhs, rhs, dout = problem()
     dims = numbers(((0,), (2,)), [1], [0])  # (k, m), (g, n, k)
     product = lambda lhs, rhs: ragged_dot_general(lhs, rhs, int32(SIZES), dims)
-    out, pullback = jax.vjp(product, lhs.T, rhs.mT)
-    dlhs, drhs = pullback(dout)
+
+    @jax.jit
+    def vjp(lhs, rhs, dout):
+        out, pullback = jax.vjp(product, lhs, rhs)
+        return out, *pullback(dout)
+
+    out, dlhs, drhs = vjp(lhs.T, rhs.mT, dout)
     expected = jitted()(lhs, rhs, int32(SIZES), dout)
     for x, y in zip((out, dlhs.T, drhs.mT), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)

@@ -93,7 +93,7 @@ def test_checkpoint_by_name_saves_fp8_and_quantises_nothing_again():
     quantisations = [text(f).count("= jax_fp8gemm_quantize") for f in (saving, nothing)]
     assert quantisations == [3, 5]
 
-    out = ragged_dot(lhs, rhs, int32(SIZES))
+    out, *_ = jitted()(lhs, rhs, int32(SIZES), dout)
     expected = jitted()(lhs, rhs, int32(SIZES), (1 - jnp.tanh(out) ** 2) * dout)[1:]
     for x, y in zip(jax.jit(gradients(saving))(lhs, rhs), expected, strict=True):
         # The cotangents are within an f32 rounding, which may move one of their FP8 roundings.
@@ -148,9 +148,16 @@ def test_scan_over_layers():
     lhs, weights = random(M, K), random(2, G, K, K, seed=1) * 0.05
     layer = lambda x, w: ragged_dot(x, w, int32(SIZES))
     chain = lambda x, weights: jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
-    looped = lambda x, weights: functools.reduce(layer, list(weights), x)
-    gradient = lambda f: jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), 1))(lhs, weights)
-    assert reference.calc_diff(gradient(chain), gradient(looped)) < 1e-6
+    found = jax.jit(jax.grad(lambda *x: (chain(*x) ** 2).sum(), 1))(lhs, weights)
+
+    def step(x, i, dout=lhs):
+        x, w, dout = (np.asarray(y, np.float32) for y in (x, weights[i], dout))
+        return truth(x, w, SIZES, dout)
+
+    middle = step(lhs, 0)[0]
+    _, dmiddle, second = step(middle, 1, 2 * step(middle, 1)[0])
+    # An f32 rounding between two products may move an FP8 rounding in the next.
+    assert reference.calc_diff(found, np.stack([step(lhs, 0, dmiddle)[2], second])) < 1e-6
 
 
 def test_export_round_trip():
