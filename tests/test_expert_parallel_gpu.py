@@ -64,7 +64,7 @@ def compile_spread(exchange, recipe=DEEPSEEK_V3):
         expert_axis="x",
         exchange=exchange,
         recipe=recipe,
-        implementation=gpu_cases.IMPLEMENTATION,
+        implementation=gpu_cases.IMPLEMENTATION if recipe.is_fp8 else None,
     )
     return compiled(layer, spread())
 
