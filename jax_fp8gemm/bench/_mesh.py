@@ -17,7 +17,9 @@ from jax_fp8gemm.bench._timer import Call, Timing, jax_queue
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock
 _MAX_SAMPLES = 10
-_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives beside products
+_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True
+}  # collectives beside products
 
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_COLLECTIVES}|collective-permute)(?:-done)?\(")
