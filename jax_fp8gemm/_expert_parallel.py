@@ -228,7 +228,8 @@ def _vary_over(names: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 def _rows(exchange: Exchange, experts: int, capacity: int | None) -> tuple[int, bool]:
     """Rows of a turn, and whether they always are all."""
-    most = exchange.received * min(exchange.top_k, experts)
+    # Not min(top_k, experts): a router may choose an expert twice for a token.
+    most = exchange.received * exchange.top_k
     if capacity is not None:
         most = min(most, exchange.size * experts * capacity)
         return most, True

@@ -150,12 +150,20 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
             f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
         )
     indices, weights = _fold(op, "indices", router[0], x), _fold(op, "weights", router[1], x)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: indices must be integers; got {_checks.short_type(indices)}")
+    _checks.check_dtype(op, "weights", weights, _checks.FLOAT_DTYPES)
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"{op}: weights must be one for each of indices {_checks.short_type(indices)}; "
+            f"got weights {_checks.short_type(weights)}"
+        )
     if top_k not in (None, indices.shape[1]):
         raise ValueError(
             f"{op}: top_k must be None or that of indices {_checks.short_type(indices)}; "
             f"got {top_k}"
         )
-    return indices, weights
+    return indices.astype(jnp.int32), weights
 
 
 def _choose(

@@ -113,6 +113,15 @@ def test_turns_that_hold_less_than_the_rows_drop_none(monkeypatch):
     assert_close(found[3:], expected[3:], TOLERANCE[DEEPSEEK_V3])
 
 
+def test_rows_hold_an_expert_that_a_token_chooses_twice():
+    """Of one expert on each of eight devices."""
+    x, indices, *rest = problem(5.0)
+    indices = indices.at[:, 1].set(indices[:, 0])
+    out, *_ = program(shape=(8,))(x, indices, *rest)
+    expected = dense(x, (indices, rest[0]), *rest[1:3])
+    assert reference.calc_diff(out, expected) < TOLERANCE[DEEPSEEK_V3]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     """With weights that do not vary over the other axis, whose gradients JAX sums."""
