@@ -14,6 +14,8 @@ PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Python compiles what it imports: not all that JAX brings along.
+INSTALL = $(PIP) install -q --no-compile
 # Not --system-site-packages: PYTHON may itself belong to a virtual environment.
 PRINT_PACKAGES = import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")
 PRINT_PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
@@ -45,17 +47,17 @@ clean:
 $(VENV)/installed: pyproject.toml ffi/CMakeLists.txt $(CPP_SOURCES)
 ifeq ($(OFFLINE),)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q $(JAX) scikit-build-core nanobind cmake ninja
-	$(PIP) install -q --no-build-isolation -e '.[demo,test]'
+	$(INSTALL) $(JAX) scikit-build-core nanobind cmake ninja
+	$(INSTALL) --no-build-isolation -e '.[demo,test]'
 else
 	$(PYTHON) -m venv $(VENV)
 	$(PYTHON) -c '$(PRINT_PACKAGES)' > "$$($(VENV)/bin/python -c '$(PRINT_PURELIB)')/outer.pth"
-	$(PIP) install -q --no-build-isolation --no-deps -e .
+	$(INSTALL) --no-build-isolation --no-deps -e .
 endif
 	touch $@
 
 $(VENV)/installed-lint: $(VENV)/installed
 ifeq ($(OFFLINE),)
-	$(PIP) install -q -e '.[lint]' --no-build-isolation
+	$(INSTALL) -e '.[lint]' --no-build-isolation
 endif
 	touch $@
