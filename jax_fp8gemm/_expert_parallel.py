@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -124,9 +123,9 @@ def expert_parallel(
     axis = names[0] if len(names) == 1 else names
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
-    operands = match_varying(x, weights, w_gate_up, w_down, indices)
-    # The tokens of a device differ, whether or not the operands do.
-    operands = jax.tree.map(partial(_vary_over, names), operands)
+    # The tokens of a device differ, whether or not the operands do: as the device's number.
+    me = lax.axis_index(axis)
+    operands = match_varying(x, weights, w_gate_up, w_down, indices, me)[:-1]
     experts = w_gate_up.shape[0]
     sizes: dict[str, Any] = dict(
         size=lax.axis_size(axis), tokens=x.shape[0], top_k=indices.shape[1]
@@ -219,11 +218,6 @@ def expert_spec(
     down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(op, None, into)
     return ExpertSpec(into, down, how, experts, *_rows(how, experts, capacity))
-
-
-def _vary_over(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    missing = set(names) - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _rows(exchange: Exchange, experts: int, capacity: int | None) -> tuple[int, bool]:

@@ -72,6 +72,7 @@ def test_work_of_a_stack():
 @pytest.fixture
 def two_devices(monkeypatch):
     if jax.device_count() < 2:
+        # conftest makes eight CPU devices: only on a machine of one GPU.
         pytest.skip("needs two devices")
     on = jax.make_mesh((2,), (_mesh.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     for module in (_mesh, _fsdp, _expert_parallel):

@@ -170,12 +170,12 @@ def test_weights_sharded_along_another_axis_are_gathered_as_fp8(axis_type):
     def run(*weight_specs):
         specs = tokens, tokens, tokens, *weight_specs, tokens
         place = lambda x, spec: jax.device_put(x, NamedSharding(where, spec))
-        operands = map(place, (x, indices, probs, *weights, dout), specs)
+        operands = [*map(place, (x, indices, probs, *weights, dout), specs)]
         jitted = jax.jit(
             functools.partial(vjp, layer),
             out_shardings=tuple(NamedSharding(where, specs[i]) for i in (0, 0, 1, 3, 4)),
         )
-        compiled = jitted.lower(*(operands := list(operands))).compile()
+        compiled = jitted.lower(*operands).compile()
         return collectives(compiled), compiled(*operands)
 
     moved, found = run(P("x", "y"), P("x", None, "y"))

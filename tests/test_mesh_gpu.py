@@ -34,6 +34,7 @@ def all_gpus(*axis_types):
     """A mesh of all GPUs, or of the largest power of two of them; two of them are the axis y."""
     num = 1 << len(jax.devices()).bit_length() - 1
     if num == 1:
+        # What one GPU computes is tested elsewhere; here it is what moves between several.
         pytest.skip("needs two GPUs; got one")
     return mesh(*axis_types, shape=(num,) if len(axis_types) == 1 else (num // 2, 2))
 
