@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "config_attribute.h"
 #include "jit.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,6 +27,20 @@ struct GemmConfig {
   int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
   int32_t grouping;              // what groups cut: 0 nothing, 1 rows of lhs, 2 the contraction
   int32_t num_sms;               // CTAs to launch at most; not compiled in
+};
+
+template <>
+struct ConfigFields<GemmConfig> {
+  static constexpr ConfigField<GemmConfig> kAll[] = {
+      {"accumulate", &GemmConfig::accumulate}, {"block_m", &GemmConfig::block_m},
+      {"block_n", &GemmConfig::block_n},       {"cluster_m", &GemmConfig::cluster_m},
+      {"cluster_n", &GemmConfig::cluster_n},   {"grouping", &GemmConfig::grouping},
+      {"is_1d1d", &GemmConfig::is_1d1d},       {"lhs_e5m2", &GemmConfig::lhs_e5m2},
+      {"num_accums", &GemmConfig::num_accums}, {"num_consumers", &GemmConfig::num_consumers},
+      {"num_slabs", &GemmConfig::num_slabs},   {"num_sms", &GemmConfig::num_sms},
+      {"num_stages", &GemmConfig::num_stages}, {"out_f32", &GemmConfig::out_f32},
+      {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"sub_n", &GemmConfig::sub_n},
+  };
 };
 
 // Elements of k that share a scale; the k of one stage.
@@ -52,5 +67,9 @@ ffi::Error CheckGemmConfig(const GemmConfig& config);
 KernelSource GemmSource(const GemmConfig& config);
 
 }  // namespace jax_fp8gemm
+
+template <>
+struct xla::ffi::AttrDecoding<jax_fp8gemm::GemmConfig>
+    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::GemmConfig> {};
 
 #endif  // JAX_FP8GEMM_GEMM_CONFIG_H_

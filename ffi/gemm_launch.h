@@ -11,18 +11,6 @@
 #include "gemm_config.h"
 #include "xla/ffi/api/ffi.h"
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_fp8gemm::GemmConfig, ::xla::ffi::StructMember<int32_t>("block_m"),
-    ::xla::ffi::StructMember<int32_t>("block_n"), ::xla::ffi::StructMember<int32_t>("sub_n"),
-    ::xla::ffi::StructMember<int32_t>("num_consumers"),
-    ::xla::ffi::StructMember<int32_t>("num_accums"),
-    ::xla::ffi::StructMember<int32_t>("num_stages"), ::xla::ffi::StructMember<int32_t>("num_slabs"),
-    ::xla::ffi::StructMember<int32_t>("cluster_m"), ::xla::ffi::StructMember<int32_t>("cluster_n"),
-    ::xla::ffi::StructMember<int32_t>("is_1d1d"), ::xla::ffi::StructMember<int32_t>("out_f32"),
-    ::xla::ffi::StructMember<int32_t>("accumulate"), ::xla::ffi::StructMember<int32_t>("lhs_e5m2"),
-    ::xla::ffi::StructMember<int32_t>("rhs_e5m2"), ::xla::ffi::StructMember<int32_t>("grouping"),
-    ::xla::ffi::StructMember<int32_t>("num_sms"));
-
 namespace jax_fp8gemm {
 
 // Mirrors GemmParams in cuda/tile.cuh.

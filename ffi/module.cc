@@ -5,12 +5,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "config_attribute.h"
 #include "driver.h"
 #include "errors.h"
 #include "gemm.h"
@@ -93,17 +95,19 @@ ffi::ErrorOr<nb::dict> DeviceInfo() {
   return info;
 }
 
-// Reads the int fields of an attribute struct, strictly: XLA is as strict with the same dict.
-template <typename Config, size_t N>
-Config ParseConfig(const nb::dict& dict,
-                   const std::pair<const char*, int32_t Config::*> (&fields)[N]) {
+// Reads the fields of a config, strictly, as the handlers do.
+template <typename Config>
+Config ParseConfig(const nb::dict& dict) {
   Config config = {};
-  for (const auto& [name, member] : fields) {
-    if (!dict.contains(name)) throw nb::key_error(name);
-    config.*member = nb::cast<int32_t>(nb::int_(dict[name]));
+  for (const auto& [name, member] : ConfigFields<Config>::kAll) {
+    const nb::str key(name.data(), name.size());
+    if (!dict.contains(key)) throw nb::key_error(name.data());
+    config.*member = nb::cast<int32_t>(nb::int_(dict[key]));
   }
-  if (dict.size() != N) {
-    throw nb::key_error(StrCat("config must have ", N, " members; got ", dict.size()).c_str());
+  constexpr size_t kNumFields = std::size(ConfigFields<Config>::kAll);
+  if (dict.size() != kNumFields) {
+    throw nb::key_error(
+        StrCat("config must have ", kNumFields, " members; got ", dict.size()).c_str());
   }
   return config;
 }
@@ -124,30 +128,15 @@ nb::dict Compile(const KernelSource& source) {
   return report;
 }
 
-nb::dict CompileGemm(const nb::dict& config) {
-  static constexpr std::pair<const char*, int32_t GemmConfig::*> kFields[] = {
-      {"block_m", &GemmConfig::block_m},       {"block_n", &GemmConfig::block_n},
-      {"sub_n", &GemmConfig::sub_n},           {"num_consumers", &GemmConfig::num_consumers},
-      {"num_accums", &GemmConfig::num_accums}, {"num_stages", &GemmConfig::num_stages},
-      {"num_slabs", &GemmConfig::num_slabs},   {"cluster_m", &GemmConfig::cluster_m},
-      {"cluster_n", &GemmConfig::cluster_n},   {"is_1d1d", &GemmConfig::is_1d1d},
-      {"out_f32", &GemmConfig::out_f32},       {"accumulate", &GemmConfig::accumulate},
-      {"lhs_e5m2", &GemmConfig::lhs_e5m2},     {"rhs_e5m2", &GemmConfig::rhs_e5m2},
-      {"grouping", &GemmConfig::grouping},     {"num_sms", &GemmConfig::num_sms},
-  };
-  const auto gemm_config = ParseConfig<GemmConfig>(config, kFields);
-  const ffi::Error error = CheckGemmConfig(gemm_config);
+nb::dict CompileGemm(const nb::dict& dict) {
+  const auto config = ParseConfig<GemmConfig>(dict);
+  const ffi::Error error = CheckGemmConfig(config);
   if (error.failure()) throw nb::value_error(error.message().c_str());
-  return Compile(GemmSource(gemm_config));
+  return Compile(GemmSource(config));
 }
 
-nb::dict CompileQuantize(const nb::dict& config) {
-  static constexpr std::pair<const char*, int32_t QuantizeConfig::*> kFields[] = {
-      {"mode", &QuantizeConfig::mode},     {"input", &QuantizeConfig::input},
-      {"e5m2", &QuantizeConfig::e5m2},     {"pow2_scale", &QuantizeConfig::pow2_scale},
-      {"ragged", &QuantizeConfig::ragged}, {"source", &QuantizeConfig::source},
-  };
-  return Compile(QuantizeKernelSource(ParseConfig<QuantizeConfig>(config, kFields)));
+nb::dict CompileQuantize(const nb::dict& dict) {
+  return Compile(QuantizeKernelSource(ParseConfig<QuantizeConfig>(dict)));
 }
 
 }  // namespace

@@ -9,14 +9,6 @@
 #include "quantize_config.h"
 #include "xla/ffi/api/ffi.h"
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8gemm::QuantizeConfig,
-                                      ::xla::ffi::StructMember<int32_t>("mode"),
-                                      ::xla::ffi::StructMember<int32_t>("input"),
-                                      ::xla::ffi::StructMember<int32_t>("e5m2"),
-                                      ::xla::ffi::StructMember<int32_t>("pow2_scale"),
-                                      ::xla::ffi::StructMember<int32_t>("ragged"),
-                                      ::xla::ffi::StructMember<int32_t>("source"));
-
 namespace jax_fp8gemm {
 namespace {
 

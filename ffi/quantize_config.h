@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "config_attribute.h"
 #include "jit.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,6 +20,15 @@ struct QuantizeConfig {
   int32_t pow2_scale;  // scales are rounded up to powers of two
   int32_t ragged;      // column and row_column: every group of rows starts at a block of columns
   int32_t source;      // what is quantised: a QuantizeSource
+};
+
+template <>
+struct ConfigFields<QuantizeConfig> {
+  static constexpr ConfigField<QuantizeConfig> kAll[] = {
+      {"e5m2", &QuantizeConfig::e5m2},     {"input", &QuantizeConfig::input},
+      {"mode", &QuantizeConfig::mode},     {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"ragged", &QuantizeConfig::ragged}, {"source", &QuantizeConfig::source},
+  };
 };
 
 enum QuantizeMode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
@@ -44,5 +54,9 @@ std::string QuantizeKernelName(const QuantizeConfig& config);
 KernelSource QuantizeKernelSource(const QuantizeConfig& config);
 
 }  // namespace jax_fp8gemm
+
+template <>
+struct xla::ffi::AttrDecoding<jax_fp8gemm::QuantizeConfig>
+    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::QuantizeConfig> {};
 
 #endif  // JAX_FP8GEMM_QUANTIZE_CONFIG_H_

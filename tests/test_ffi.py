@@ -251,7 +251,11 @@ def quantize_on_cpu():
 
     def call(**config):
         config = _QUANTIZE_ROW | config
-        attributes = {name: np.int32(value) for name, value in config.items()}
+        attributes = {
+            name: np.int32(value) if isinstance(value, int) else value
+            for name, value in config.items()
+            if value is not None
+        }
         quantize = jax.jit(lambda x: jax.ffi.ffi_call(target, outs)(x, config=attributes))
         with jax.default_device(jax.devices("cpu")[0]):
             return quantize(jnp.ones((8, 128), jnp.bfloat16))
@@ -278,8 +282,13 @@ def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     for mode, ragged, name in ((3, 0, "block"), (1, 0, "column")):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message + name):
             quantize_on_cpu(source=2, mode=mode, ragged=ragged)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="expected 6 attributes but got 7"):
-        quantize_on_cpu(more=1)
+    for config, message in (
+        (dict(more=1), "config must be a dictionary of 6 integers"),
+        (dict(mode=None, model=0), "config must have an i32 mode; got model"),
+        (dict(mode=np.int64(0)), "config must have an i32 mode; got mode"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            quantize_on_cpu(**config)
 
 
 def test_instantiate_without_nvrtc_is_an_error_each_time(quantize_on_cpu):
