@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "buffers.h"
 #include "config_attribute.h"
 #include "jit.h"
 #include "xla/ffi/api/ffi.h"
@@ -43,16 +44,8 @@ struct ConfigFields<GemmConfig> {
   };
 };
 
-// Elements of k that share a scale; the k of one stage.
-constexpr int64_t kScaleBlock = 128;
-
-// The group table of a grouped kernel is in shared memory.
-constexpr int64_t kMaxGroups = 1024;
-
 // A slab stages 64 rows of 128 bytes of out.
 constexpr int64_t kSlabRows = 64, kSlabRowBytes = 128, kSlabBytes = kSlabRows * kSlabRowBytes;
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The symbol of the kernel; carries every field but num_sms.
 std::string GemmKernelName(const GemmConfig& config);

@@ -5,8 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 
+#include "buffers.h"
 #include "driver.h"
 #include "gemm_config.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,19 +33,6 @@ static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 768);
 static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_scale) == 640);
 static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
 static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, next_tile) == 720);
-
-// InvalidArgument unless `buffer` has this type and these dimensions and starts at a multiple of 16
-// bytes.
-ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                       ffi::DataType type, std::initializer_list<int64_t> dims);
-
-// The type of FP8 values.
-inline ffi::DataType Fp8Type(bool is_e5m2) {
-  return is_e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
-}
-
-// The kernel adds to row and column indices in int32.
-constexpr int64_t kMaxDim = int64_t{1} << 30;
 
 // Loads the kernel of a config into the current device.
 ffi::Error PrepareGemm(const GemmConfig& config);

@@ -54,7 +54,7 @@ nb::dict Registrations() {
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
   for (const char* target : {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize",
-                             "jax_fp8gemm_swiglu_grad_quantize"}) {
+                             "jax_fp8gemm_swiglu_grad_quantize", "jax_fp8gemm_gather_quantize"}) {
     targets[target] =
         bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
   }

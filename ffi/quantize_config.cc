@@ -7,24 +7,28 @@
 namespace jax_fp8gemm {
 namespace {
 
-constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize"};
+constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize",
+                                "gather_quantize", "weighted_gather_quantize"};
 constexpr const char* kModes[] = {"row",   "column",           "row_column",
                                   "block", "block_transposed", "block_both"};
 
 }  // namespace
 
 const char* QuantizeOp(const QuantizeConfig& config) {
-  return config.source >= kPlain && config.source <= kSwigluGrad ? kOps[config.source] : "quantize";
+  const bool is_known = config.source >= kPlain && config.source <= kWeightedGather;
+  return is_known ? kOps[config.source] : "quantize";
 }
 
 const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
 
 ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
   const char* op = QuantizeOp(config);
-  if (config.mode < 0 || config.mode > kBlockBoth || config.input < 0 || config.input > 2 ||
-      config.source < 0 || config.source > kSwigluGrad) {
-    return InvalidArgument(op, ": mode must be 0..5, input 0..2 and source 0..2; got mode ",
-                           config.mode, ", input ", config.input, ", source ", config.source);
+  const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
+  if (config.mode < 0 || config.mode > kBlockBoth || config.input < 0 ||
+      config.input > last_input || config.source < 0 || config.source > kWeightedGather) {
+    return InvalidArgument(op, ": mode must be 0..5, input 0..", last_input,
+                           " and source 0..4; got mode ", config.mode, ", input ", config.input,
+                           ", source ", config.source);
   }
   const bool has_columns = config.mode == kColumn || config.mode == kRowColumn;
   if (config.ragged != 0 && !has_columns) {

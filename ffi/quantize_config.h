@@ -32,10 +32,13 @@ struct ConfigFields<QuantizeConfig> {
 };
 
 enum QuantizeMode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
-enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad };
+enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
 
+// FP8 is gathered only.
 constexpr ffi::DataType kQuantizeInputs[] = {ffi::DataType::BF16, ffi::DataType::F16,
-                                             ffi::DataType::F32};
+                                             ffi::DataType::F32, ffi::DataType::F8E4M3FN,
+                                             ffi::DataType::F8E5M2};
+constexpr int32_t kFirstFp8Input = 3;
 
 // The operation, as errors and kernel names start: "quantize", "swiglu_quantize", ...; for any
 // config.

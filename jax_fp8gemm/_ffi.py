@@ -30,6 +30,7 @@ GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
 QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
+GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
 
 # H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
 _DEFAULT_NUM_SMS = 132

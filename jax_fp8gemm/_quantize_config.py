@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
-INPUTS = ("bfloat16", "float16", "float32")
-SOURCES = ("plain", "swiglu", "swiglu_grad")
+INPUTS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+SOURCES = ("plain", "swiglu", "swiglu_grad", "gather", "weighted_gather")
 
 _RAGGED_MODES = ("column", "row_column")
 
@@ -41,13 +41,19 @@ def attributes(
 
 def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int32]]:
     """One config for each kernel of a format."""
-    plain = [("plain", mode, False, INPUTS) for mode in MODES]
-    ragged = [("plain", mode, True, INPUTS) for mode in _RAGGED_MODES]
+    floats = INPUTS[:3]
+    plain = [("plain", mode, False, floats) for mode in MODES]
+    ragged = [("plain", mode, True, floats) for mode in _RAGGED_MODES]
     swiglu = [
         (source, mode, mode != "row", ("bfloat16", "float32"))
-        for source, mode in itertools.product(SOURCES[1:], ("row", *_RAGGED_MODES))
+        for source, mode in itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES))
     ]
-    for source, mode, is_ragged, inputs in (*plain, *ragged, *swiglu):
+    gather = [
+        # Rows of FP8 values are copied with their scales.
+        (source, mode, mode != "row", INPUTS if mode == "column" else floats)
+        for source, mode in itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES))
+    ]
+    for source, mode, is_ragged, inputs in (*plain, *ragged, *swiglu, *gather):
         for dtype in inputs:
             yield attributes(
                 mode,

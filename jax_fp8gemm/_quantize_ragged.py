@@ -147,14 +147,18 @@ def call_kernel(
     mode: str,
     e5m2: bool,
     pow2_scale: bool,
+    num_scales: int = 0,
 ) -> list[jax.Array]:
-    """Quantises what `source` makes of arrays (m, ...) along its rows, its ragged columns or both.
+    """Quantises what `source` makes of the arrays along its rows, its ragged columns or both.
 
-    `groups`: group_sizes and first_row, which mode "row" does not read.
+    `groups`: group_sizes and first_row, which mode "row" does not read. num_scales: so many of the
+    arrays, behind the first, are its 1x128 scales.
     """
     # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
     is_ragged = mode != "row"
+    layouts = [row_major if x.ndim == 2 else vector for x in arrays]
+    layouts[1 : 1 + num_scales] = [column_major] * num_scales
     config = _quantize_config.attributes(
         mode,
         arrays[0].dtype,
@@ -166,7 +170,7 @@ def call_kernel(
     call = jax.ffi.ffi_call(
         target,
         results,
-        input_layouts=[row_major] * len(arrays) + [vector] * (2 * is_ragged),
+        input_layouts=[*layouts, *[vector] * (2 * is_ragged)],
         output_layouts=[row_major, column_major] * (len(results) // 2),
     )
     return list(call(*arrays, *(groups if is_ragged else ()), config=config))

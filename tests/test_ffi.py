@@ -54,6 +54,7 @@ def test_the_targets_have_the_three_stages():
         _ffi.QUANTIZE_TARGET,
         _ffi.SWIGLU_QUANTIZE_TARGET,
         _ffi.SWIGLU_GRAD_QUANTIZE_TARGET,
+        _ffi.GATHER_QUANTIZE_TARGET,
     }
     for stages in registrations.values():
         assert set(stages) == {"instantiate", "prepare", "execute"}

@@ -98,6 +98,18 @@ __device__ __forceinline__ uint16_t round_fp8x2(float low, float high) {
   return pair;
 }
 
+// Two FP8 values as two f16: exact (PTX ISA, cvt).
+template <bool kE5M2>
+__device__ __forceinline__ uint32_t f16x2_from_fp8x2(uint16_t pair) {
+  uint32_t result;
+  if constexpr (kE5M2) {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(result) : "h"(pair));
+  } else {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(pair));
+  }
+  return result;
+}
+
 // Eight FP8 bytes, x[0] at the lowest address.
 template <bool kE5M2>
 __device__ __forceinline__ uint2 round_fp8x8(const float (&x)[8]) {

@@ -1,5 +1,5 @@
-// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32, or in
-// f32 as a source computes it from what it reads (quantize_source.cuh).
+// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32, or as
+// a source makes it of what it reads (quantize_source.cuh).
 //
 //   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
 //   value = fp8(x * (1 / scale)), to nearest even, saturated
@@ -41,6 +41,7 @@
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
+#include "gather.cuh"
 #include "groups.cuh"
 #include "quantize_scale.cuh"
 #include "quantize_source.cuh"

@@ -10,7 +10,7 @@
 
 namespace jax_fp8gemm {
 
-enum Input { kBF16 = 0, kF16 = 1, kF32 = 2 };
+enum Input { kBF16 = 0, kF16 = 1, kF32 = 2, kE4M3 = 3, kE5M2 = 4 };  // FP8: no fragment
 
 constexpr int kFragmentRows = 8;
 constexpr int kFragmentColumns = 8;
@@ -21,6 +21,25 @@ __device__ __forceinline__ void load_16_bytes(uint32_t (&words)[4], const void* 
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "l"(source));
+}
+
+// The same of the first `count` (any integer) of 8 bytes. kIsAligned: the address and `count` are
+// multiples of 8.
+template <bool kIsAligned>
+__device__ __forceinline__ void load_8_bytes(uint2& bytes, const uint8_t* source, int count) {
+  if constexpr (kIsAligned) {
+    if (count > 0) {
+      asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(bytes.x), "=r"(bytes.y)
+                   : "l"(source));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t byte = i < count ? __ldg(source + i) : 0;
+      (i < 4 ? bytes.x : bytes.y) |= byte << (i % 4 * 8);
+    }
+  }
 }
 
 // Stores the first `count` (any integer) of 8 bytes. kIsAligned: the address and `count` are
@@ -76,6 +95,11 @@ struct Fragment {
 #pragma unroll
       for (int w = 0; w < kRowWords; ++w) words[i][w / 4][w % 4] = 0;
     }
+  }
+
+  __device__ __forceinline__ void set_row(int i, const Fragment<kInput, 1>& row) {
+#pragma unroll
+    for (int w = 0; w < kRowWords; ++w) words[i][w / 4][w % 4] = row.words[0][w / 4][w % 4];
   }
 
   // Moves row i + count to row i; the last rows stay.

@@ -1,0 +1,23 @@
+#include "buffers.h"
+
+#include <algorithm>
+#include <string>
+
+namespace jax_fp8gemm {
+
+ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                       ffi::DataType type, std::initializer_list<int64_t> dims) {
+  const auto actual = buffer.dimensions();
+  const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+  if (buffer.element_type() == type && is_aligned &&
+      std::equal(actual.begin(), actual.end(), dims.begin(), dims.end())) {
+    return ffi::Error::Success();
+  }
+  std::string expected;
+  for (int64_t dim : dims) expected += StrCat(expected.empty() ? "" : ",", dim);
+  return InvalidArgument(op, ": ", name, " must be ", ShortType(type), "[", expected,
+                         "] at a multiple of 16 bytes; got ", ShapeText(buffer), " at ",
+                         buffer.untyped_data());
+}
+
+}  // namespace jax_fp8gemm

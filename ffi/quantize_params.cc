@@ -1,0 +1,217 @@
+#include "quantize_params.h"
+
+#include <string>
+#include <vector>
+
+#include "buffers.h"
+#include "errors.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+constexpr int64_t kMaxBatch = 65535;  // CUDA's largest second extent of a grid
+
+// One result: where its address goes in the parameters, and what it must be.
+struct Output {
+  void* QuantizeParams::* address;
+  bool is_scale;
+  int64_t rows, columns;
+};
+
+// columns: of the transposed values; m unless ragged.
+std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns) {
+  const int64_t mb = CeilDiv(columns, kScaleBlock), kb = CeilDiv(k, kScaleBlock);
+  const Output values = {&QuantizeParams::values, false, m, k};
+  const Output transposed = {&QuantizeParams::transposed, false, k, columns};
+  const Output row_scale = {&QuantizeParams::scale, true, m, kb};
+  const Output column_scale = {&QuantizeParams::transposed_scale, true, k, mb};
+  const Output block_scale = {&QuantizeParams::scale, true, mb, kb};
+  switch (mode) {
+    case kRow:
+      return {values, row_scale};
+    case kColumn:
+      return {transposed, column_scale};
+    case kRowColumn:
+      return {values, row_scale, transposed, column_scale};
+    case kBlock:
+      return {values, block_scale};
+    case kBlockTransposed:
+      return {transposed, {&QuantizeParams::transposed_scale, true, kb, mb}};
+    default:
+      return {values, transposed, block_scale};
+  }
+}
+
+bool IsAligned(const ffi::AnyBuffer& buffer) {
+  return reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+}
+
+bool IsGather(const QuantizeConfig& config) { return config.source >= kGather; }
+
+// Operands between the first one and group_sizes.
+size_t NumArraysBehind(const QuantizeConfig& config) {
+  if (!IsGather(config)) return config.source == kSwigluGrad ? 1 : 0;
+  return 1 + (config.input >= kFirstFp8Input) + (config.source == kWeightedGather);
+}
+
+// InvalidArgument unless `x`, of that name, is a matrix of the config's input that a kernel can
+// index, or for square blocks a batch of them.
+ffi::Error CheckMatrix(const QuantizeConfig& config, const char* name, const ffi::AnyBuffer& x) {
+  const ffi::DataType type = kQuantizeInputs[config.input];
+  const bool is_batch = x.dimensions().size() == 3 && config.mode >= kBlock;
+  if (x.element_type() != type || (x.dimensions().size() != 2 && !is_batch) || !IsAligned(x)) {
+    return InvalidArgument(QuantizeOp(config), ": ", name, " must be ", ShortType(type),
+                           config.mode >= kBlock ? "[m,k] or [b,m,k]" : "[m,k]",
+                           " at a multiple of 16 bytes; got ", name, " ", ShapeText(x), " at ",
+                           x.untyped_data());
+  }
+  const auto dims = x.dimensions().last(2);
+  if (dims[0] > kMaxDim || dims[1] > kMaxDim || QuantizeBatchSize(x) > kMaxBatch ||
+      CeilDiv(dims[0], kWarpRows) * CeilDiv(dims[1], kScaleBlock) > INT32_MAX) {
+    return InvalidArgument(QuantizeOp(config), ": m and k must be at most 2^30, b at most ",
+                           kMaxBatch, ", and ", name, " less than 2^31 blocks of ", kWarpRows, "x",
+                           kScaleBlock, "; got ", name, " ", ShapeText(x));
+  }
+  return ffi::Error::Success();
+}
+
+// The gate_up of SwiGLU, and dh for its gradient.
+ffi::Error BindSwiglu(const QuantizeConfig& config, const ffi::AnyBuffer& gate_up,
+                      const ffi::RemainingArgs& more, QuantizeParams& params) {
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, "gate_up", gate_up));
+  const int64_t m = gate_up.dimensions()[0], width = gate_up.dimensions()[1];
+  if (width % 2 != 0) {
+    return InvalidArgument(QuantizeOp(config), ": gate_up must be (m, 2 f); got gate_up ",
+                           ShapeText(gate_up));
+  }
+  params.m = static_cast<int32_t>(m);
+  params.k = static_cast<int32_t>(config.source == kSwiglu ? width / 2 : width);
+  if (config.source == kSwiglu) return ffi::Error::Success();
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer dh, more.get<ffi::AnyBuffer>(0));
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, "dh", dh));
+  if (dh.dimensions()[0] != m || dh.dimensions()[1] != width / 2) {
+    return InvalidArgument(QuantizeOp(config), ": dh must be (m, f) with gate_up (m, 2 f); got dh ",
+                           ShapeText(dh), ", gate_up ", ShapeText(gate_up));
+  }
+  params.dh = dh.untyped_data();
+  return ffi::Error::Success();
+}
+
+// The x whose rows are gathered, its scales if it is FP8, rows, and weights if it has them.
+ffi::Error BindGather(const QuantizeConfig& config, const ffi::AnyBuffer& x,
+                      const ffi::RemainingArgs& more, QuantizeParams& params) {
+  const char* op = QuantizeOp(config);
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, "x", x));
+  const int64_t s = x.dimensions()[0], k = x.dimensions()[1], kb = CeilDiv(k, kScaleBlock);
+  size_t next = 0;
+  if (config.input >= kFirstFp8Input) {
+    FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer x_scale, more.get<ffi::AnyBuffer>(next++));
+    FFI_RETURN_IF_ERROR(CheckBuffer(op, "x_scale", x_scale, ffi::DataType::F32, {s, kb}));
+    params.x_scale = static_cast<const float*>(x_scale.untyped_data());
+  }
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer rows, more.get<ffi::AnyBuffer>(next++));
+  const int64_t m = rows.element_count();
+  FFI_RETURN_IF_ERROR(CheckBuffer(op, "rows", rows, ffi::DataType::S32, {m}));
+  if (m > kMaxDim || CeilDiv(m, kWarpRows) * kb > INT32_MAX) {
+    return InvalidArgument(op, ": rows must be at most 2^30, in less than 2^31 blocks of ",
+                           kWarpRows, "x", kScaleBlock, "; got rows ", ShapeText(rows), ", x ",
+                           ShapeText(x));
+  }
+  if (config.source == kWeightedGather) {
+    FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer weights, more.get<ffi::AnyBuffer>(next++));
+    FFI_RETURN_IF_ERROR(CheckBuffer(op, "weights", weights, ffi::DataType::F32, {m}));
+    params.weights = static_cast<const float*>(weights.untyped_data());
+  }
+  params.rows = static_cast<const int32_t*>(rows.untyped_data());
+  params.m = static_cast<int32_t>(m);
+  params.k = static_cast<int32_t>(k);
+  params.num_sources = static_cast<int32_t>(s);
+  return ffi::Error::Success();
+}
+
+// What is quantised, after a check of what it is read from. `more`: the operands behind x.
+ffi::Error BindOperands(const QuantizeConfig& config, const ffi::AnyBuffer& x,
+                        const ffi::RemainingArgs& more, QuantizeParams& params) {
+  params.x = x.untyped_data();
+  if (IsGather(config)) return BindGather(config, x, more, params);
+  if (config.source != kPlain) return BindSwiglu(config, x, more, params);
+  FFI_RETURN_IF_ERROR(CheckMatrix(config, "x", x));
+  const auto dims = x.dimensions().last(2);
+  params.m = static_cast<int32_t>(dims[0]);
+  params.k = static_cast<int32_t>(dims[1]);
+  return ffi::Error::Success();
+}
+
+// group_sizes and first_row are the operands from `index` on.
+ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t index,
+                      QuantizeParams& params) {
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer group_sizes, more.get<ffi::AnyBuffer>(index));
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer first_row, more.get<ffi::AnyBuffer>(index + 1));
+  const auto is_vector = [](const ffi::AnyBuffer& buffer) {
+    return buffer.element_type() == ffi::DataType::S32 && buffer.dimensions().size() == 1;
+  };
+  const bool are_vectors = is_vector(group_sizes) && is_vector(first_row);
+  const int64_t g = are_vectors ? group_sizes.dimensions()[0] : 0;
+  const int64_t num_columns = (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock;
+  if (g < 1 || g > kMaxGroups || first_row.dimensions()[0] != 1 || num_columns > kMaxDim) {
+    return InvalidArgument(op, ": group_sizes must be i32[g] with 1..1024 groups, first_row ",
+                           "i32[1], and the columns of all groups at most 2^30; got group_sizes ",
+                           ShapeText(group_sizes), ", first_row ", ShapeText(first_row), ", m ",
+                           params.m);
+  }
+  params.num_columns = static_cast<int32_t>(num_columns);
+  params.num_groups = static_cast<int32_t>(g);
+  params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
+  params.first_row = static_cast<const int32_t*>(first_row.untyped_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+int64_t QuantizeBatchSize(const ffi::AnyBuffer& x) {
+  return x.dimensions().size() == 3 ? x.dimensions()[0] : 1;
+}
+
+ffi::ErrorOr<QuantizeParams> BindQuantizeParams(const QuantizeConfig& config,
+                                                const ffi::AnyBuffer& x,
+                                                const ffi::RemainingArgs& more,
+                                                const ffi::RemainingRets& results) {
+  const char* op = QuantizeOp(config);
+  const size_t num_before = NumArraysBehind(config);
+  if (more.size() != num_before + (config.ragged ? 2 : 0)) {
+    return InvalidArgument(op, ": must have ", num_before + (config.ragged ? 2 : 0),
+                           " operands behind the first; got ", more.size());
+  }
+  QuantizeParams params = {};
+  FFI_RETURN_IF_ERROR(BindOperands(config, x, more, params));
+  params.num_columns = params.m;
+  if (config.ragged) {
+    FFI_RETURN_IF_ERROR(BindGroups(op, more, num_before, params));
+  }
+  const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+  const std::vector<Output> outputs = Outputs(config.mode, params.m, params.k, params.num_columns);
+  const char* mode = QuantizeModeName(config.mode);
+  if (results.size() != outputs.size()) {
+    return InvalidArgument(op, ": mode ", mode, " must have ", outputs.size(), " results; got ",
+                           results.size());
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
+    const ffi::DataType type = outputs[i].is_scale ? ffi::DataType::F32 : fp8;
+    const auto dims = result->dimensions();
+    const size_t rank = x.dimensions().size();
+    if (result->element_type() != type || dims.size() != rank ||
+        (rank == 3 && dims[0] != QuantizeBatchSize(x)) || dims[rank - 2] != outputs[i].rows ||
+        dims[rank - 1] != outputs[i].columns || !IsAligned(*result)) {
+      return InvalidArgument(op, ": result ", i, " of mode ", mode, " must be ", ShortType(type),
+                             "[", rank == 3 ? StrCat(QuantizeBatchSize(x), ",") : "",
+                             outputs[i].rows, ",", outputs[i].columns,
+                             "] at a multiple of 16 bytes (first operand ", ShapeText(x), "); got ",
+                             ShapeText(*result), " at ", result->untyped_data());
+    }
+    params.*outputs[i].address = result->untyped_data();
+  }
+  return params;
+}
+
+}  // namespace jax_fp8gemm

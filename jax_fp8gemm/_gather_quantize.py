@@ -1,0 +1,145 @@
+"""gather_quantize: rows of an array by number, quantised as they are copied.
+
+What is quantised, row i for every i < m, in f32:
+
+    y[i] = x[rows[i]]                          x (s, k)
+    y[i] = x[rows[i]] * weights[i]             weighted
+
+as rows and as ragged columns (_quantize_ragged.py); it is never stored. x may be FP8 with its
+scales: the columns of tokens that travelled (_expert_mlp.py) are then requantised for a weight
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import _checks, _ffi, _groups
+from jax_fp8gemm._partition_rule import PartitionRule
+from jax_fp8gemm._primitive import define_primitive
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._quantize_primitive import keep_used_axes
+from jax_fp8gemm._quantize_ragged import call_kernel, reference, result_types
+from jax_fp8gemm._scaled_array import ScaledArray, spread_scale
+
+_OP = "gather_quantize"
+
+
+@jax.named_scope("fp8gemm_gather_quantize")
+def gather_quantize(
+    x: jax.Array | ScaledArray,
+    rows: jax.Array,
+    weights: jax.Array | None,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    mode: str,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ...]:
+    """Quantises y, whose rows are sorted by group.
+
+    Args:
+      x: (s, k) bf16, f16 or f32, or a ScaledArray with block (1, 128), of which only "column" can
+        be had.
+      rows: (m,) int32. A number below 0 is the first row, one past the last the last.
+      weights: (m,) f32, or None.
+      group_sizes, first_row: int32, as for ragged_columns.
+      mode: "row": (m, k) along its rows; "column": (k, t) along its ragged columns; "row_column".
+    Returns:
+      one ScaledArray, or two.
+    """
+    arrays = (x.values, x.scale) if isinstance(x, ScaledArray) else (x,)
+    results = gather_quantize_p(
+        *arrays,
+        rows,
+        *(() if weights is None else (weights,)),
+        group_sizes,
+        first_row,
+        is_weighted=weights is not None,
+        mode=mode,
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+        implementation=implementation,
+    )
+    return tuple(map(ScaledArray, results[::2], results[1::2]))
+
+
+def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
+    """x, [its scales], rows, [weights] and [group_sizes, first_row]."""
+    x, *more, group_sizes, first_row = operands
+    weights = [more.pop()] if is_weighted else []
+    *scale, rows = more
+    return x, scale, rows, weights, [group_sizes, first_row]
+
+
+def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale: bool):
+    x, scale, rows, weights, (group_sizes, _) = _split(operands, is_weighted)
+    _checks.check_ndim(_OP, "x", x, 2, "(s, k)")
+    _checks.check_dtype(_OP, "x", x, _checks.FP8_DTYPES if scale else _checks.FLOAT_DTYPES)
+    _checks.check_ndim(_OP, "rows", rows, 1, "(m,)")
+    _checks.check_dtype(_OP, "rows", rows, (jnp.dtype(jnp.int32),))
+    _groups.check_group_sizes(_OP, group_sizes)
+    (s, k), (m,) = x.shape, rows.shape
+    f32 = lambda *shape: _checks.short_type(jax.ShapeDtypeStruct(shape, jnp.float32))
+    expected = [*(f32(s, _checks.num_blocks(k)) for _ in scale), *(f32(m) for _ in weights)]
+    actual = [*map(_checks.short_type, (*scale, *weights))]
+    if actual != expected or (scale and mode != "column") or (m > 0 and s == 0):
+        raise ValueError(
+            f"{_OP}: x (s, k) must have a row if rows (m,) has one, scales (s, k / 128) and mode "
+            f"column if it is FP8, and weights must be (m,) f32; got x {_checks.short_type(x)}, "
+            f"rows {_checks.short_type(rows)}, scales and weights {actual}, mode {mode}"
+        )
+    return result_types(m, k, group_sizes.shape[0], mode, e5m2)
+
+
+def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
+    x, scale, rows, weights, groups = _split(operands, is_weighted)
+    take = lambda a: jnp.take(a, rows, axis=0, mode="clip")
+    if rows.size == 0:
+        y = jnp.zeros((0, x.shape[1]), jnp.float32)
+    elif scale:
+        y = take(x).astype(jnp.float32) * spread_scale(ScaledArray(take(x), take(scale[0])))
+    else:
+        y = take(x).astype(jnp.float32)
+    if weights:
+        y *= weights[0][:, None]
+    return reference(y, *groups, **params)
+
+
+def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:
+    x, scale, rows, weights, groups = _split(operands, is_weighted)
+    results = _shape_rule(*operands, is_weighted=is_weighted, **params)
+    if x.size == 0 or rows.size == 0:
+        return _reference(*operands, is_weighted=is_weighted, **params)
+    source = "weighted_gather" if is_weighted else "gather"
+    arrays = [x, *scale, rows, *weights]
+    target = _ffi.GATHER_QUANTIZE_TARGET
+    return call_kernel(target, source, arrays, groups, results, num_scales=len(scale), **params)
+
+
+def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> PartitionRule:
+    """By features alone: any row may be asked for."""
+    _, scale, _, weights, _ = _split(operands, is_weighted)
+    rows, columns = ("m k", "m k"), ("k tokens", "k tokens")
+    return PartitionRule(
+        ("s k", *["s k"] * len(scale), "m", *["m"] * len(weights), "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        {"k": _checks.SCALE_BLOCK},
+        uncut=("s", "m", "sizes", "first", "tokens"),
+    )
+
+
+gather_quantize_p = define_primitive(
+    _ffi.GATHER_QUANTIZE_TARGET,
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+)
