@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward, quantize_experts
+from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward
+from jax_fp8gemm._experts import weights_both_ways
 from jax_fp8gemm._scaled_array import ScaledArray
 
 _F32 = jnp.dtype(jnp.float32)
@@ -107,7 +108,7 @@ def _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices) -> ja
 
 
 def _fwd(spec: ExpertSpec, layout: MeshLayout, lie, x, weights, w_gate_up, w_down, indices):
-    kept, transposed = quantize_experts(spec, w_gate_up, w_down)
+    kept, transposed = weights_both_ways((spec.into, spec.down), w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
     # check_vma=False: residuals are each device's own, whether or not they differ.
     run = layout.map(

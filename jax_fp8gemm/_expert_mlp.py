@@ -9,7 +9,7 @@ On each device of the expert axis, inside shard_map, with the FP8 format in brac
     dout     [1x128, power-of-two scales]  sent as x was
     dx       summed over the local experts in the dtype of x; sent back and added
 
-The products are those of _moe_mlp.py. Scales of what travels are powers of two, whatever the
+The products are those of _experts.py. Scales of what travels are powers of two, whatever the
 recipe (DeepSeek-V3 report, section 3.3.3): the weight gradients read x and dout in other blocks,
 and requantising then moves next to no value.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,16 @@ from jax_fp8gemm._expert_rows import (
     Turn,
     add_turns,
     copy_rows,
-    quantize_columns,
     rows_of_turn,
 )
+from jax_fp8gemm._experts import Experts, weights_both_ways
+from jax_fp8gemm._gather_quantize import gather_quantize
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
 from jax_fp8gemm._permute import sort_choices, sum_of_rows, take_rows
 from jax_fp8gemm._quantize import quantize
 from jax_fp8gemm._ragged_dot import gemm_as, wgrad_as
 from jax_fp8gemm._scaled_array import ScaledArray
 from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
-from jax_fp8gemm._weights import both_ways
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,6 @@ class ExpertSpec:
     has_one_turn: bool
 
 
-class Experts(NamedTuple):
-    """Quantised weights; the forward pass has their transposes."""
-
-    gate_up: ScaledArray
-    down: ScaledArray
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices) -> jax.Array:
     """The weighted sum over the choices of each token of its experts' results, (t, d).
@@ -88,7 +81,7 @@ def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indice
 
 
 def _expert_mlp_fwd(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
-    kept, transposed = quantize_experts(spec, w_gate_up, w_down)
+    kept, transposed = weights_both_ways((spec.into, spec.down), w_gate_up, w_down)
     out, residuals = forward(spec, x, weights, transposed, indices)
     return out, (residuals, kept)
 
@@ -99,14 +92,6 @@ def _expert_mlp_bwd(spec: ExpertSpec, residuals: Any, dout: jax.Array) -> tuple[
 
 
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
-
-
-def quantize_experts(spec: ExpertSpec, w_gate_up: Any, w_down: Any) -> tuple[Experts, Experts]:
-    """The weights for the backward pass, and transposed for the forward pass."""
-    fmt = spec.into.recipe.fwd
-    gate_up, down = both_ways(spec.into, fmt, w_gate_up), both_ways(spec.down, fmt, w_down)
-    kept, transposed = map(Experts, gate_up, down)
-    return name_residual("rhs", kept), transposed
 
 
 def forward(
@@ -183,27 +168,27 @@ def _backward_turn(
         # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
         gate_up = _gate_up(spec, received, rows, w_gate_up.T)
-    douts = copy_rows(douts, rows.token)
     with jax.named_scope("dlhs"):
-        dh = gemm_as(down, down.lhs_dtype, douts, w.down, *rows.groups).astype(jnp.float32)
+        lhs = copy_rows(douts, rows.token)
+        dh = gemm_as(down, down.lhs_dtype, lhs, w.down, *rows.groups).astype(jnp.float32)
     dots = jnp.sum(swiglu(gate_up) * dh, axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
-    weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)[:, None]
-    dh = (dh * weights).astype(gate_up.dtype)
+    weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
+    dh = (dh * weights[:, None]).astype(gate_up.dtype)
     fwd_args, bwd_args = (quantize_args(into, fmt) for fmt in (into.recipe.fwd, into.recipe.bwd))
     da, da_columns = swiglu_grad_quantize(gate_up, dh, *rows.groups, with_columns=True, **bwd_args)
     with jax.named_scope("dlhs"):
         dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *rows.groups)
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
     dw_gate_up = dw_down = None
+    columns = partial(gather_quantize, mode="column")
     if into.rhs_dtype is not None:
-        x = copy_rows(received.tokens, rows.token)
-        x_columns = quantize_columns(x, 1.0, rows.groups, into.out_dtype, fwd_args)
+        (x_columns,) = columns(received.tokens, rows.token, None, *rows.groups, **fwd_args)
         with jax.named_scope("drhs"):
             dw_gate_up = wgrad_as(into, into.rhs_dtype, x_columns, da_columns, rows.groups[0])
     if down.rhs_dtype is not None:
         _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
-        dout_columns = quantize_columns(douts, weights, rows.groups, into.out_dtype, bwd_args)
+        (dout_columns,) = columns(douts, rows.token, weights, *rows.groups, **bwd_args)
         with jax.named_scope("drhs"):
             dw_down = wgrad_as(down, down.rhs_dtype, h_columns, dout_columns, rows.groups[0])
     return dx, dweights, dw_gate_up, dw_down

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._permute import take_rows
-from jax_fp8gemm._quantize_ragged import ragged_columns
-from jax_fp8gemm._scaled_array import ScaledArray, spread_scale
+from jax_fp8gemm._scaled_array import ScaledArray
 
 
 class Received(NamedTuple):
@@ -55,14 +54,6 @@ def rows_of_turn(received: Received, turn: Any, num_rows: int) -> Turn:
 def copy_rows(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
     """The rows of these numbers."""
     return ScaledArray(take_rows(tokens.values, rows), take_rows(tokens.scale, rows))
-
-
-def quantize_columns(
-    rows: ScaledArray, weights: jax.Array | float, groups: Any, dtype: Any, args: dict[str, Any]
-) -> ScaledArray:
-    """Weighted rows, of which `dtype` holds the values, quantised along their ragged columns."""
-    x = rows.values.astype(jnp.float32) * spread_scale(rows) * weights
-    return ragged_columns(x.astype(dtype), *groups, **args)
 
 
 def add_turns(first: Any, count: jax.Array | int, step: Callable[[jax.Array], Any]) -> Any:

@@ -1,19 +1,6 @@
 """moe_mlp: the SwiGLU MLP of each group's expert, FP8 inside, with its own derivatives.
 
-For the rows of group i of x (m, d) and of the cotangent dout (m, d), with w_gate_up (g, d, 2 f) and
-w_down (g, f, d), in brackets the scale blocks of each operand along the contraction:
-
-    gate_up       = x   [1x128 along d]    . w_gate_up[i] [128x128]              1d2d
-    h             = silu(gate) * up                                              _swiglu.py
-    out           = h   [1x128 along f]    . w_down[i]    [128x128]              1d2d
-
-    dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d, out's values
-    da            = [dgate, dup], from gate_up and dh                            _swiglu.py
-    dx            = da  [1x128 along 2 f]  . w_gate_up[i]^T [128x128]            1d2d, gate_up's
-    dw_down[i]    = h^T [1x128 along rows] . dout [1x128 along rows]             1d1d
-    dw_gate_up[i] = x^T [1x128 along rows] . da   [1x128 along rows]             1d1d
-
-Of all activations only gate_up, dh, out and dx are stored unquantised; accumulation is f32.
+What is computed in which format: _experts.py.
 """
 
 from __future__ import annotations
@@ -25,6 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._experts import (
+    Groups,
+    Specs,
+    backward,
+    forward,
+    transposed_weights,
+    weights_both_ways,
+)
 from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
@@ -37,11 +32,11 @@ from jax_fp8gemm._matmul_spec import (
 from jax_fp8gemm._primitive import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
-from jax_fp8gemm._ragged_dot import gemm_as, ragged_dot, wgrad_as
+from jax_fp8gemm._ragged_dot import ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
-from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
+from jax_fp8gemm._swiglu import swiglu
+from jax_fp8gemm._weights import check_weights, without_gradient
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -89,19 +84,14 @@ def moe_mlp(
     """
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])
-    weight = lambda w: None if isinstance(w, ScaledArray) else w
-    kept = kernel_dtype(x.dtype)
-    into = make_spec(_OP, x, weight(w_gate_up), recipe, kept, implementation)
-    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
-    down = make_spec(_OP, h, weight(w_down), recipe, x.dtype, implementation)
-    check_precision(_OP, None, into)
+    specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
     w_down = without_gradient(_OP, "w_down", w_down)
     groups = _groups.as_int32(group_sizes), jnp.zeros((1,), jnp.int32)
     operands = jax.tree.map(jnp.asarray, (x, w_gate_up, w_down, groups))
-    run = partial(_unfused_mlp, recipe, implementation)
-    if recipe.is_fp8 and recipe.wgrad == "fp8":
-        run = partial(_mlp, (into, down))
+    run = partial(_mlp, specs)
+    if not is_fused(recipe):
+        run = partial(_unfused_mlp, recipe, implementation)
     out_spec = lambda: jax.typeof(operands[0]).sharding.spec
     return with_auto_axes(lambda *xs: run(*match_varying(*xs)), operands, out_spec)
 
@@ -123,6 +113,24 @@ def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
             f"got x {_checks.short_type(x)}, w_gate_up {_checks.short_type(w_gate_up)}, "
             f"w_down {_checks.short_type(w_down)}"
         )
+
+
+def make_specs(
+    op: str, x: Any, w_gate_up: Any, w_down: Any, recipe: Any, implementation: Implementation
+) -> Specs:
+    """Checks what is static."""
+    weight = lambda w: None if isinstance(w, ScaledArray) else w
+    kept = kernel_dtype(x.dtype)
+    into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
+    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
+    down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
+    check_precision(op, None, into)
+    return into, down
+
+
+def is_fused(recipe: Recipe) -> bool:
+    """Whether activations are quantised as they are computed, for both passes."""
+    return recipe.is_fp8 and recipe.wgrad == "fp8"
 
 
 def _check_group_sizes(group_sizes: Any, g: int) -> None:
@@ -152,52 +160,27 @@ def _unfused_mlp(recipe: Recipe, implementation, x, w_gate_up, w_down, groups) -
     return product(h, w_down)
 
 
-Specs = tuple[MatmulSpec, MatmulSpec]  # of the products with w_gate_up and with w_down
-Groups = tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first group starts
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any, groups: Groups) -> jax.Array:
-    into, down = specs
-    args = quantize_args(into, into.recipe.fwd)
-    rows, w_gate_up = quantize(x, **args), transposed(into, w_gate_up)
-    gate_up = gemm_as(into, into.out_dtype, rows, w_gate_up, *groups)
-    h, _ = swiglu_quantize(gate_up, *groups, with_columns=False, **args)
-    return gemm_as(down, down.out_dtype, h, transposed(down, w_down), *groups)
+    rows = quantize(x, **quantize_args(specs[0], specs[0].recipe.fwd))
+    w = transposed_weights(specs, w_gate_up, w_down)
+    return forward(specs, rows, w, groups, is_differentiated=False)[0]
 
 
 def _mlp_fwd(specs: Specs, x, w_gate_up: Any, w_down: Any, groups: Groups) -> tuple[Any, Any]:
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     into, down = specs
-    args = quantize_args(into, into.recipe.fwd)
-    w_gate_up, w_gate_up_transposed = both_ways(into, into.recipe.fwd, w_gate_up)
-    w_down, w_down_transposed = both_ways(down, down.recipe.fwd, w_down)
-    rows, x_columns = _rows_and_columns(into, x, groups, args)
-    gate_up = gemm_as(into, into.out_dtype, rows, w_gate_up_transposed, *groups)
-    gate_up = name_residual("out", gate_up)
-    has_gradient = down.rhs_dtype is not None
-    h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=has_gradient, **args)
-    out = name_residual("out", gemm_as(down, down.out_dtype, h, w_down_transposed, *groups))
-    columns = name_residual("lhs", (x_columns, h_columns))
-    weights = name_residual("rhs", (w_gate_up, w_down))
-    return out, (*columns, *weights, gate_up, groups)
+    kept, w = weights_both_ways(specs, w_gate_up, w_down)
+    rows, x_columns = _rows_and_columns(into, x, groups, quantize_args(into, into.recipe.fwd))
+    out, residuals = forward(specs, rows, w, groups, is_differentiated=True)
+    return out, (name_residual("lhs", x_columns), residuals, kept, groups)
 
 
 def _mlp_bwd(specs: Specs, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    x_columns, h_columns, w_gate_up, w_down, gate_up, groups = residuals
+    x_columns, residuals, w, groups = residuals
     into, down = specs
-    args = quantize_args(into, into.recipe.bwd)
-    rows, dout_columns = _rows_and_columns(down, dout, groups, args)
-    with jax.named_scope("dlhs"):
-        dh = gemm_as(down, down.lhs_dtype, rows, w_down, *groups)
-    has_gradient = into.rhs_dtype is not None
-    rows, da_columns = swiglu_grad_quantize(gate_up, dh, *groups, with_columns=has_gradient, **args)
-    with jax.named_scope("dlhs"):
-        dx = gemm_as(into, into.lhs_dtype, rows, w_gate_up, *groups)
-    with jax.named_scope("drhs"):
-        dw_gate_up = _wgrad(into, x_columns, da_columns, groups)
-        dw_down = _wgrad(down, h_columns, dout_columns, groups)
-    return dx, dw_gate_up, dw_down, None
+    rows, dout_columns = _rows_and_columns(down, dout, groups, quantize_args(into, into.recipe.bwd))
+    columns = x_columns, dout_columns
+    return *backward(specs, residuals, w, rows, columns, groups), None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
@@ -208,9 +191,3 @@ def _rows_and_columns(spec: MatmulSpec, x: jax.Array, groups: Groups, args) -> t
     if spec.rhs_dtype is None:
         return quantize(x, **args), None
     return rows_and_ragged_columns(x, *groups, **args)
-
-
-def _wgrad(spec: MatmulSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
-    if spec.rhs_dtype is None:
-        return None
-    return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0])

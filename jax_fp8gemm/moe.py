@@ -23,6 +23,7 @@ from jax_fp8gemm._expert_parallel import (
     lay_out,
     travels_as_fp8,
 )
+from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
 from jax_fp8gemm._permute import limit
@@ -92,7 +93,7 @@ def moe_layer(
     check_experts(op, tokens, w_gate_up, w_down)
     router = _fold_router(op, router, x, top_k)
     operands = tokens, router, w_gate_up, w_down
-    local = partial(_local_layer, recipe=recipe, implementation=implementation)
+    local = partial(local_layer, recipe=recipe, implementation=implementation)
     choose = partial(_choose, op, top_k, scoring, normalize, capacity_factor)
     if expert_axis is None:
         indices, weights, _ = choose(router, w_gate_up.shape[0])
@@ -129,14 +130,6 @@ def moe_layer(
         implementation=implementation,
     )
     return out.reshape(x.shape)
-
-
-def _local_layer(x, indices, weights, w_gate_up, w_down, *, recipe: Recipe, implementation):
-    rows, group_sizes, order = permute(x, indices, w_gate_up.shape[0])
-    rows = moe_mlp(
-        rows, w_gate_up, w_down, group_sizes, recipe=recipe, implementation=implementation
-    )
-    return unpermute(rows, order, weights)
 
 
 def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:

@@ -1,0 +1,132 @@
+"""local_layer: permute, moe_mlp and unpermute on one device, in fewer passes over the rows.
+
+Rows are copied to their experts as they are quantised (_gather_quantize.py), and the cotangent of
+each row, that of its token times the weight of its choice, as well: neither is stored unquantised,
+nor is the latter rounded before. The rest is that of the three functions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._experts import (
+    Groups,
+    Specs,
+    backward,
+    forward,
+    transposed_weights,
+    weights_both_ways,
+)
+from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._gather_quantize import gather_quantize
+from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
+from jax_fp8gemm._moe_mlp import is_fused, make_specs, moe_mlp
+from jax_fp8gemm._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
+from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._quantize import Implementation
+from jax_fp8gemm._recipe import Recipe
+from jax_fp8gemm._weights import without_gradient
+
+
+def local_layer(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    recipe: Recipe,
+    implementation: Implementation,
+) -> jax.Array:
+    """unpermute(moe_mlp(permute(x, indices)), weights), x (m, d), for operands that are checked."""
+    op = "moe_layer"
+    specs = make_specs(op, x, w_gate_up, w_down, recipe, implementation)
+    if not is_fused(recipe):
+        rows, group_sizes, order = permute(x, indices, w_gate_up.shape[0])
+        run = partial(moe_mlp, recipe=recipe, implementation=implementation)
+        return unpermute(run(rows, w_gate_up, w_down, group_sizes), order, weights)
+    w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
+    w_down = without_gradient(op, "w_down", w_down)
+    tokens = [replicate(a) for a in (x, weights, indices)]
+    operands = jax.tree.map(jnp.asarray, (*tokens, w_gate_up, w_down))
+    run = lambda *xs: _layer(specs, *match_varying(*xs))
+    return with_auto_axes(run, operands, lambda: PartitionSpec(None, None))
+
+
+class Rows(NamedTuple):
+    """What the choices (m, top_k) of the tokens make of them.
+
+    groups: of the rows. choice: of each row, numbered through (m, top_k). order: the row of each
+    choice.
+    """
+
+    groups: Groups
+    choice: jax.Array
+    order: jax.Array
+
+    @property
+    def token(self) -> jax.Array:
+        """Of each row."""
+        return self.choice // self.order.shape[1]
+
+
+def _rows(indices: jax.Array, num_experts: int) -> Rows:
+    group_sizes, choice, order = sort_choices(indices, num_experts)
+    return Rows((group_sizes, jnp.zeros((1,), jnp.int32)), choice, order)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(specs: Specs, x, weights, indices, w_gate_up: Any, w_down: Any) -> jax.Array:
+    into, _ = specs
+    rows = _rows(indices, w_gate_up.shape[0])
+    args = quantize_args(into, into.recipe.fwd)
+    (copies,) = gather_quantize(x, rows.token, None, *rows.groups, mode="row", **args)
+    w = transposed_weights(specs, w_gate_up, w_down)
+    out, _ = forward(specs, copies, w, rows.groups, is_differentiated=False)
+    return _add_up(out, rows, weights)
+
+
+def _layer_fwd(specs: Specs, x, weights, indices, w_gate_up: Any, w_down: Any) -> tuple[Any, Any]:
+    into, _ = specs
+    rows = _rows(indices, w_gate_up.shape[0])
+    copies, x_columns = _copy_and_quantize(into, into.recipe.fwd, x, rows, None)
+    kept, w = weights_both_ways(specs, w_gate_up, w_down)
+    out, residuals = forward(specs, copies, w, rows.groups, is_differentiated=True)
+    kept = name_residual("lhs", x_columns), residuals, kept, out, rows, weights
+    return _add_up(out, rows, weights), kept
+
+
+def _layer_bwd(specs: Specs, kept: Any, dout: jax.Array) -> tuple[Any, ...]:
+    x_columns, residuals, w, out, rows, weights = kept
+    into, down = specs
+    of_choice = take_rows(out, rows.order).astype(jnp.float32)
+    dweights = jnp.sum(of_choice * dout.astype(jnp.float32)[:, None], axis=2)
+    of_row = take_rows(weights.astype(jnp.float32).reshape(-1), rows.choice)
+    copies, dout_columns = _copy_and_quantize(down, into.recipe.bwd, dout, rows, of_row)
+    columns = x_columns, dout_columns
+    dx, dw_gate_up, dw_down = backward(specs, residuals, w, copies, columns, rows.groups)
+    dx = sum_of_rows(dx, rows.order, None).astype(dx.dtype)
+    return dx, dweights.astype(weights.dtype), None, dw_gate_up, dw_down
+
+
+_layer.defvjp(_layer_fwd, _layer_bwd)
+
+
+def _add_up(out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
+    return sum_of_rows(out, rows.order, weights).astype(out.dtype)
+
+
+def _copy_and_quantize(
+    spec: MatmulSpec, fmt: Any, x: jax.Array, rows: Rows, weights: jax.Array | None
+) -> tuple[Any, Any]:
+    """The row of each choice, and ragged columns where the product's rhs has a gradient."""
+    run = partial(gather_quantize, x, rows.token, weights, *rows.groups, **quantize_args(spec, fmt))
+    if spec.rhs_dtype is None:
+        return *run(mode="row"), None
+    copies, columns = run(mode="row_column")
+    return copies, columns
