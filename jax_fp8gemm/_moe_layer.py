@@ -127,6 +127,7 @@ def _copy_and_quantize(
     """The row of each choice, and ragged columns where the product's rhs has a gradient."""
     run = partial(gather_quantize, x, rows.token, weights, *rows.groups, **quantize_args(spec, fmt))
     if spec.rhs_dtype is None:
-        return *run(mode="row"), None
+        (copies,) = run(mode="row")
+        return copies, None
     copies, columns = run(mode="row_column")
     return copies, columns
