@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._explicit import with_auto_axes
-from jax_fp8gemm._matmul import product
+from jax_fp8gemm._matmul import products
 from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, spec_of
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
@@ -102,7 +102,7 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
 
 
 def _contract(spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Brings lhs to (batch, m, k) and rhs to (batch, k, n), multiplies, restores the shape."""
+    """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_free = _free(lhs, lhs_contract, lhs_batch)
     rhs_free = _free(rhs, rhs_contract, rhs_batch)
@@ -110,11 +110,10 @@ def _contract(spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array) -> ja
         *(lhs.shape[d] for d in (*lhs_batch, *lhs_free)),
         *(rhs.shape[d] for d in rhs_free),
     )
-    lhs = _fold(lhs, lhs_batch, lhs_free, lhs_contract)
-    rhs = _fold(rhs, rhs_batch, rhs_contract, rhs_free)
-    if lhs_batch:
-        return jax.vmap(partial(product, spec))(lhs, rhs).reshape(shape)
-    return product(spec, lhs[0], rhs[0]).reshape(shape)
+    each = lambda dims: [(d,) for d in dims]
+    lhs = _fold(lhs, *each(lhs_batch), *(each(lhs_free) or [()]), lhs_contract)
+    rhs = _fold(rhs, *each(rhs_batch), rhs_contract, rhs_free)
+    return products(spec, lhs, rhs, len(lhs_batch)).reshape(shape)
 
 
 def _free(x: jax.Array, contract: Dims, batch: Dims) -> Dims:

@@ -68,12 +68,15 @@ def gemm(
     implementation: Implementation = None,
     accum: jax.Array | None = None,
 ) -> jax.Array:
-    """scaled_matmul without the checks."""
+    """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
+    as rhs has after the first, the last of whole scale blocks."""
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
     operands += [] if accum is None else [accum]
-    is_1d1d = rhs.block == (1, 128)
-    out_dtype = jnp.dtype(out_dtype)
-    params = dict(is_1d1d=is_1d1d, out_dtype=out_dtype)
+    params: dict[str, Any] = dict(
+        num_k_dims=rhs.ndim - 1,
+        is_1d1d=rhs.block == (1, 128),
+        out_dtype=jnp.dtype(out_dtype),
+    )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = lambda: result_specs(partition_rule(*operands, **params), operands)
     run = partial(gemm_p, implementation=implementation, **params)

@@ -8,11 +8,16 @@ For lhs (m, k) and rhs (n, k), quantised:
 
 the former with 128x128 scale blocks on rhs (1d2d), the latter with 1x128 (1d1d); then rounded to
 the result's dtype.
+
+m may be several dimensions of lhs and of the result; so may k, of lhs and rhs: num_k_dims, the last
+of whole scale blocks. A mesh may cut each of them. They are folded where the product runs, on the
+shards of a device.
 The reference computes the same sum without promising the last bits of the kernel.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,22 +33,40 @@ from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 _BLOCK = _checks.SCALE_BLOCK
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
+    shapes = _matrix_shapes(operands, num_k_dims)
+    matrices = [
+        jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
+    ]
+    _check(*matrices, is_1d1d=is_1d1d, out_dtype=out_dtype)
+    lhs, rhs = operands[0], operands[2]
+    n = rhs.shape[_num_batch_dims(rhs, num_k_dims)]
+    return [jax.ShapeDtypeStruct((*lhs.shape[:-num_k_dims], n), out_dtype)]
+
+
+def _num_batch_dims(rhs, num_k_dims: int) -> int:
+    """How many dimensions all operands have in front, with a product for each element."""
+    return rhs.ndim - 1 - num_k_dims
+
+
+def _matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
+    """The shapes of one product's operands as matrices."""
+    first = _num_batch_dims(operands[2], num_k_dims)
+    num_columns = [num_k_dims] * 4 + [1] * (len(operands) - 4)
+    return [
+        (math.prod(x.shape[first:-count]), math.prod(x.shape[-count:]))
+        for x, count in zip(operands, num_columns, strict=True)
+    ]
+
+
+def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> None:
     op = "gemm"
-    if lhs.ndim == 3:
-        operands = lhs, lhs_scale, rhs, rhs_scale, *accum
-        elements = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in operands]
-        (out,) = _shape_rule(*elements, is_1d1d=is_1d1d, out_dtype=out_dtype)
-        return [jax.ShapeDtypeStruct((lhs.shape[0], *out.shape), out.dtype)]
-    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)")
-    _checks.check_ndim(op, "rhs", rhs, 2, "(n, k)")
     _checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
     _checks.check_scaled(op, "rhs", rhs, rhs_scale, (1 if is_1d1d else _BLOCK, _BLOCK))
     _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = (lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:
         _checks.check_accumulator(op, accum_aval, shape, out_dtype)
-    return [jax.ShapeDtypeStruct(shape, out_dtype)]
 
 
 def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
@@ -112,19 +135,25 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
     return config.attributes(**spec, lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs), num_sms=num_sms)
 
 
-def _each(run):
-    """`run` for one product, or for a batch of them if all operands have one dimension more."""
+def _folded(run):
+    """`run`, a product of matrices, for the operands of the primitive."""
 
-    def run_each(*operands, **params):
-        if operands[0].ndim == 2:
-            return run(*operands, **params)
-        return map_batch(partial(run, **params), operands, [0] * len(operands))
+    def run_folded(*operands, num_k_dims: int, **params):
+        lhs, rhs = operands[0], operands[2]
+        num_batch_dims = _num_batch_dims(rhs, num_k_dims)
+        batch = [math.prod(lhs.shape[:num_batch_dims])] if num_batch_dims else []
+        shapes = _matrix_shapes(operands, num_k_dims)
+        folded = [x.reshape(*batch, *shape) for x, shape in zip(operands, shapes, strict=True)]
+        run_one = partial(run, **params)
+        (out,) = map_batch(run_one, folded, [0] * len(folded)) if batch else run_one(*folded)
+        return [out.reshape(*lhs.shape[:-num_k_dims], rhs.shape[num_batch_dims])]
 
-    return run_each
+    return run_folded
 
 
-def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
-    """Folds a batched lhs into m, a batched rhs into n; a product for each element where both are.
+def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
+    """A batched lhs has one more dimension of rows, a batched rhs is folded into n; a product for
+    each element where both are.
 
     One by one where only accum is, and where a block of 128 columns would span two elements.
     """
@@ -136,44 +165,42 @@ def _batch_rule(operands, dims, *, is_1d1d: bool, **params):
         else jnp.moveaxis(operands[i], dims[i], 0)
     )
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    params["is_1d1d"] = is_1d1d
-    fold = lambda x: x.reshape(size * x.shape[1], *x.shape[2:])
-    is_batch = operands[0].ndim - (dims[0] is not None) == 3
+    params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d)
+    is_batch = operands[2].ndim - (dims[2] is not None) > 1 + num_k_dims
     if is_batch or (lhs_batched and rhs_batched):
-        batches = [front(i, size) for i in range(len(operands))]
-        if not is_batch:
-            return gemm_p(*batches, **params), [0]
-        (out,) = gemm_p(*map(fold, batches), **params)
-        return [out.reshape(*batches[0].shape[:2], *out.shape[1:])], [0]
+        return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
     if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
         return map_batch(partial(gemm_p, **params), operands, dims), [0]
-    operands_front = [front(i, size) for i in ((0, 1) if lhs_batched else (2, 3))]
     accum = [front(4, size)] if len(operands) == 5 else []
     if lhs_batched:
-        m = operands_front[0].shape[1]
-        lhs = map(fold, operands_front)
-        (out,) = gemm_p(*lhs, *operands[2:4], *map(fold, accum), **params)
-        return [out.reshape(size, m, n)], [0]
-    values, scale = operands_front
-    m = operands[0].shape[0]
-    accum = [jnp.moveaxis(x, 0, 1).reshape(m, size * n) for x in accum]
-    (out,) = gemm_p(*operands[:2], fold(values), fold(scale), *accum, **params)
-    return [out.reshape(m, size, n)], [1]
+        return gemm_p(front(0, size), front(1, size), *operands[2:4], *accum, **params), [0]
+    rows = operands[0].shape[:-num_k_dims]
+    rhs = (front(i, size) for i in (2, 3))
+    rhs = (x.reshape(size * x.shape[1], *x.shape[2:]) for x in rhs)
+    accum = [jnp.moveaxis(x, 0, -2).reshape(*rows, size * n) for x in accum]
+    (out,) = gemm_p(*operands[:2], *rhs, *accum, **params)
+    return [out.reshape(*rows, size, n)], [len(rows)]
 
 
-def partition_rule(*operands, is_1d1d: bool, out_dtype) -> PartitionRule:
+def partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> PartitionRule:
+    lhs, rhs = operands[0], operands[2]
+    num_batch_dims = _num_batch_dims(rhs, num_k_dims)
+    several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
+    batch = several("b", num_batch_dims)
+    m = several("m", lhs.ndim - num_batch_dims - num_k_dims - 1) + "m"
+    k = several("k", num_k_dims - 1) + "k"
+    lhs_dims, rhs_dims, out_dims = f"{batch}{m} {k}", f"{batch}n {k}", f"{batch}{m} n"
+    dims = lhs_dims, lhs_dims, rhs_dims, rhs_dims, out_dims
     blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
-    batch = "b " if operands[0].ndim == 3 else ""
-    *dims, out = (f"{batch}{x}" for x in ("m k", "m k", "n k", "n k", "m n", "m n"))
-    return PartitionRule(tuple(dims[: len(operands)]), (out,), blocks, contracting=("k",))
+    return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting=tuple(k.split()))
 
 
-def _run_shard(run, *operands, shards: Shards, is_1d1d: bool, out_dtype):
+def _run_shard(run, *operands, shards: Shards, out_dtype, **params):
     """Sums over the mesh in f32, before anything is added or rounded."""
     if not shards.is_summed:
-        return run(*operands, is_1d1d=is_1d1d, out_dtype=out_dtype)
-    (part,) = run(*operands[:4], is_1d1d=is_1d1d, out_dtype=jnp.dtype(jnp.float32))
+        return run(*operands, out_dtype=out_dtype, **params)
+    (part,) = run(*operands[:4], out_dtype=jnp.dtype(jnp.float32), **params)
     total = shards.reduce(part)
     for x in operands[4:]:
         total = x + total
@@ -183,8 +210,8 @@ def _run_shard(run, *operands, shards: Shards, is_1d1d: bool, out_dtype):
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     shape_rule=_shape_rule,
-    reference=_each(reference),
-    ffi_call=_each(_ffi_call),
+    reference=_folded(reference),
+    ffi_call=_folded(_ffi_call),
     batch_rule=_batch_rule,
     partition_rule=partition_rule,
     run_shard=_run_shard,

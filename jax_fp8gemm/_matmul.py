@@ -34,7 +34,7 @@ from jax_fp8gemm._matmul_spec import (
     spec_of,
 )
 from jax_fp8gemm._primitive import match_varying
-from jax_fp8gemm._quantize import Implementation, quantize, quantize_both
+from jax_fp8gemm._quantize import Implementation, quantize, rows_and_columns
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
@@ -81,9 +81,9 @@ def matmul(
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
     On a mesh, under jit, each device multiplies its shards where they hold whole scale blocks: 128
-    of k, of n, and for gradients of m. An operand is gathered along a dimension where they do not,
-    and, in FP8, along one whose mesh axis cuts another dimension of the product. Where k is
-    sharded, f32 partial sums are added.
+    of k, of n, and for gradients of m; batch dimensions may be cut anywhere. An operand is gathered
+    along a dimension where they do not, and, in FP8, along one whose mesh axis cuts another
+    dimension of the product. Where k is sharded, f32 partial sums are added.
 
     The backward pass keeps lhs quantised along m ("fp8gemm_lhs"; lhs itself with wgrad="bf16") and
     rhs ("fp8gemm_rhs"), named for jax.checkpoint_policies.save_only_these_names, as is the result
@@ -132,20 +132,27 @@ def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
             f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
         ) from None
     if math.prod(rhs_batch) == 1:
-        rhs = rhs if rhs.ndim == 2 else rhs.reshape(k, n)
-        out = product(spec, lhs.reshape(math.prod(lhs_batch) * m, k), rhs)
+        out = product(spec, lhs, rhs if rhs.ndim == 2 else rhs.reshape(k, n))
     elif math.prod(lhs_batch) == 1:
         rhs = rhs.reshape(math.prod(batch), k, n)
         out = jax.vmap(partial(product, spec), in_axes=(None, 0))(lhs.reshape(m, k), rhs)
     else:
-        flat = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
-        out = jax.vmap(partial(product, spec))(flat(lhs), flat(rhs))
+        spread = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
+        out = products(spec, spread(lhs), spread(rhs), len(batch))
     return out.reshape(*batch, m, n)
+
+
+def products(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, num_batch_dims: int) -> jax.Array:
+    """A product for each element of the first dimensions, which a mesh may cut one by one."""
+    multiply = partial(product, spec)
+    for _ in range(num_batch_dims):
+        multiply = jax.vmap(multiply)
+    return multiply(lhs, rhs)
 
 
 @jax.named_scope("fp8gemm_matmul")
 def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
-    """lhs (m, k) times rhs (k, n)."""
+    """lhs (..., m, k) times rhs (k, n)."""
     return _product(spec, *match_varying(lhs, without_gradient("matmul", "rhs", rhs)))
 
 
@@ -159,11 +166,12 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array,
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     args = quantize_args(spec, spec.recipe.fwd)
     if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
-        rows, lhs_residual = quantize_both(lhs, **args)
+        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
     out = _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
+    out = out.reshape(*lhs.shape[:-1], out.shape[-1])
     residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), residuals
 
@@ -172,9 +180,13 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
     lhs, rhs = residuals
     args = quantize_args(spec, spec.recipe.bwd)
     is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
-    rows, columns = quantize_both(dout, **args) if is_fp8_wgrad else (quantize(dout, **args), None)
+    if is_fp8_wgrad:
+        rows, columns = rows_and_columns(_with_whole_blocks(dout), **args)
+    else:
+        rows, columns = quantize(dout, **args), None
     with jax.named_scope("dlhs"):
         dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
+        dlhs = dlhs.reshape(*dout.shape[:-1], dlhs.shape[-1])
     if spec.rhs_dtype is None:
         return dlhs, None
     with jax.named_scope("drhs"):
@@ -186,6 +198,15 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
 _product.defvjp(_product_fwd, _product_bwd)
 
 
+def _with_whole_blocks(x: jax.Array) -> jax.Array:
+    """`x` (..., m, k), of whose leading dimensions as many are folded into m as give it whole scale
+    blocks: those along m are then the same as if all were folded. All are where none give it."""
+    *batch, m, k = x.shape
+    while batch and m % _checks.SCALE_BLOCK:
+        m *= batch.pop()
+    return x.reshape(*batch, m, k)
+
+
 def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
     return gemm(lhs, rhs, kernel_dtype(dtype), spec.implementation).astype(dtype)
@@ -193,5 +214,6 @@ def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
     lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
-    contract_m = (((0,), (0,)), ((), ()))
+    rows = tuple(range(lhs.ndim - 1))
+    contract_m = ((rows, rows), ((), ()))
     return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)

@@ -6,7 +6,6 @@ with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
-from jax_fp8gemm._quantize_primitive import SQUARE_MODES, partition_rule, quantize_p
+from jax_fp8gemm._quantize_primitive import partition_rule, quantize_p
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
@@ -74,7 +73,8 @@ def quantize(
     mode = square if block == (128, 128) else {-1: "row", -2: "column"}[axis]
     results = _run(x, mode, dtype, pow2_scale, implementation)
     transposed = results[1] if with_transpose else None
-    return ScaledArray(results[0], results[-1], transposed, block)
+    quantized = ScaledArray(results[0], results[-1], transposed, block)
+    return _batch_first(quantized) if mode == "column" else quantized
 
 
 def quantize_both(
@@ -91,10 +91,24 @@ def quantize_both(
       quantize(x, axis=-1) of shape (..., m, k), and quantize(x, axis=-2) of shape (..., k, m).
     """
     _check_operand("quantize_both", x, dtype, implementation)
+    args = dict(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    rows, columns = rows_and_columns(x, **args)
+    return rows, _batch_first(columns)
+
+
+def rows_and_columns(
+    x: Float[Array, "*batch m k"], *, dtype: Any, pow2_scale: bool, implementation: Implementation
+) -> tuple[ScaledArray, ScaledArray]:
+    """quantize_both with columns (k, ..., m), as a contraction over all rows reads them."""
     rows, row_scale, columns, column_scale = _run(
         x, "row_column", dtype, pow2_scale, implementation
     )
     return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
+
+
+def _batch_first(columns: ScaledArray) -> ScaledArray:
+    """Columns (k, ..., m) as (..., k, m)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), columns) if columns.ndim > 2 else columns
 
 
 def quantize_transposed(
@@ -122,15 +136,5 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
     )
     x = jnp.asarray(x)
     out_specs = lambda: result_specs(partition_rule(x, **params), [x])
-    run = partial(_run_folded, implementation=implementation, **params)
+    run = partial(quantize_p, implementation=implementation, **params)
     return with_auto_axes(run, [x], out_specs)
-
-
-def _run_folded(x, *, mode: str, **params) -> Sequence[jax.Array]:
-    """Binds the primitive, with the leading dimensions of `x` folded into one that is mapped."""
-    if x.ndim == 2:
-        return quantize_p(x, mode=mode, **params)
-    batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    run = partial(quantize_p, mode=mode, **params)
-    results = run(batch) if mode in SQUARE_MODES else jax.vmap(run)(batch)
-    return [result.reshape(*x.shape[:-2], *result.shape[1:]) for result in results]

@@ -1,7 +1,8 @@
 """quantize_p: the primitive behind quantize, its rules and its kernel.
 
 Modes: scale blocks of 128 along a "row", a "column", or both ("row_column"); or squares, the values
-as they are ("block"), transposed, or both.
+as they are ("block"), transposed, or both. Of (..., m, k) the columns are (k, ..., m), so that they
+lie as a contraction over all rows reads them, and squares transposed (..., k, m).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from jax_fp8gemm._primitive import define_primitive, map_batch
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 
 _BLOCK = _checks.SCALE_BLOCK
-SQUARE_MODES = ("block", "block_transposed", "block_both")  # modes that take a batch as it is
+SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
 
 
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
-    if x.ndim != 3:
-        _checks.check_ndim("quantize", "x", x, 2, "(m, k)")
+    _checks.check_min_ndim("quantize", "x", x, 2, "(..., m, k)")
     *batch, m, k = x.shape
-    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(k, m, 1, e5m2, batch)
+    *front, last = [k, *batch]
+    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(last, m, 1, e5m2, front)
     values, scale = block_types(m, k, _BLOCK, e5m2, batch)
     transposed = block_types(k, m, _BLOCK, e5m2, batch)
     return {
@@ -41,8 +42,9 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
 
 
 def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    if x.ndim == 3:
-        return jax.vmap(lambda x: _reference(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale))(x)
+    if x.ndim > 2:
+        each = partial(_reference, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+        return jax.vmap(each, out_axes=_BATCH_DIMS[mode])(x)
     x = x.astype(jnp.float32)
     rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
     if mode == "row":
@@ -64,8 +66,9 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     results = _shape_rule(x, **params)
     if x.size == 0:
         return _reference(x, **params)
-    if x.ndim == 3 and mode not in SQUARE_MODES:
-        return map_batch(partial(_ffi_call, **params), [x], [0])
+    if x.ndim > (3 if mode in SQUARE_MODES else 2):
+        folded = _call_folded(partial(_ffi_call, **params), x, mode)
+        return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
     scale_layout = row_major if mode in SQUARE_MODES else column_major
@@ -79,50 +82,45 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     return list(call(x, config=config))
 
 
-def _batch_rule(operands, dims, *, mode: str, **params):
-    """Folds the batch into m where the kernel takes no batch and no scale block would then span
-    two elements."""
-    x = jnp.moveaxis(operands[0], dims[0], 0)
-    m, k = x.shape[-2:]
-    if x.ndim == 4 or mode in SQUARE_MODES or (mode != "row" and m % _BLOCK):
-        matrices = x.reshape(math.prod(x.shape[:-2]), m, k)
-        results = quantize_p(matrices, mode=mode, **params)
-        return [y.reshape(*x.shape[:-2], *y.shape[1:]) for y in results], [0] * len(results)
-    batch = x.shape[0]
-    results = quantize_p(x.reshape(batch * m, k), mode=mode, **params)
-    params.pop("implementation")
-    elements = _shape_rule(jax.ShapeDtypeStruct((m, k), x.dtype), mode=mode, **params)
-    unfolded = [
-        _unfold(result, batch, element.shape, is_transposed)
-        for result, element, is_transposed in zip(results, elements, _TRANSPOSED[mode], strict=True)
-    ]
-    return unfolded, [0] * len(results)
+def _call_folded(call, x, mode: str) -> Sequence[jax.Array]:
+    """`call` with the leading dimensions of `x` as one, which the kernel takes of squares only:
+    folded into m, or one by one where scale blocks would then span two elements."""
+    *batch, m, k = x.shape
+    matrices = x.reshape(math.prod(batch), m, k)
+    if mode in SQUARE_MODES:
+        return call(matrices)
+    if mode == "row" or m % _BLOCK == 0:
+        return call(matrices.reshape(-1, k))
+    results = map_batch(call, [matrices], [0])
+    return [jnp.moveaxis(y, 0, d) for y, d in zip(results, _BATCH_DIMS[mode], strict=True)]
 
 
-# Whether m is the last dimension of each result rather than the first.
-_TRANSPOSED = {
-    "row": (False, False),
-    "column": (True, True),
-    "row_column": (False, False, True, True),
+# The dimension of each result that is the first leading one of x.
+_BATCH_DIMS = {
+    "row": [0, 0],
+    "column": [1, 1],
+    "row_column": [0, 0, 1, 1],
+    "block": [0, 0],
+    "block_transposed": [0, 0],
+    "block_both": [0, 0, 0],
 }
 
 
-def _unfold(x, batch: int, shape: tuple[int, int], is_transposed: bool) -> jax.Array:
-    if is_transposed:
-        return jnp.moveaxis(x.reshape(shape[0], batch, shape[1]), 1, 0)
-    return x.reshape(batch, *shape)
+def _batch_rule(operands, dims, *, mode: str, **params):
+    x = jnp.moveaxis(operands[0], dims[0], 0)
+    return quantize_p(x, mode=mode, **params), _BATCH_DIMS[mode]
 
 
 def partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
     batch = "".join(f"b{i} " for i in range(x.ndim - 2))
-    rows, columns = f"{batch}m k", f"{batch}k m"
+    rows, columns, transposed = f"{batch}m k", f"k {batch}m", f"{batch}k m"
     results = {
         "row": (rows, rows),
         "column": (columns, columns),
         "row_column": (rows, rows, columns, columns),
         "block": (rows, rows),
-        "block_transposed": (columns, columns),
-        "block_both": (rows, columns, rows),
+        "block_transposed": (transposed, transposed),
+        "block_both": (rows, transposed, rows),
     }[mode]
     blocked = {"row": "k", "column": "m"}.get(mode, "mk")
     return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
