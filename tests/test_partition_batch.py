@@ -51,8 +51,8 @@ def unsharded_vjp(*rows, product=exact_matmul, data=exact):
 
 WEIGHTS_GATHERED = ["all-gather f8e4m3fn[512,256]", "all-gather f8e4m3fn[256,512]"]
 WEIGHTS_GATHERED += ["all-gather f32[4,2]", "all-gather f32[2,4]"]
-# lhs, rhs and out; what is moved, of the three products. The same rules cut on Auto and Explicit
-# axes: only the first case runs on both.
+# lhs, rhs and out; what is moved, of the three products. The same rules cut along Auto and Explicit
+# axes: only the first case runs along both.
 GRADIENTS = {
     "batch and rows": (AUTO, BATCH_AND_ROWS, P(), BATCH_AND_ROWS, ["all-reduce f32[512,256]"]),
     "explicitly": (EXPLICIT, BATCH_AND_ROWS, P(), BATCH_AND_ROWS, ["all-reduce f32[512,256]"]),
@@ -79,6 +79,16 @@ GRADIENTS = {
         P(None, "y"),
         P(None, "x", "y"),
         ["all-reduce f32[4,128,512]", "all-reduce f32[512,128]"],
+    ),
+    "rows and n by the same axis": (
+        EXPLICIT,
+        BATCH_AND_ROWS,
+        P(None, "y"),
+        P("x", None, "y"),
+        # lhs along its rows, for both products that read it; dlhs summed onto its shards.
+        ["all-gather f8e4m3fn[2,256,512]", "all-gather f32[2,256,4]"]
+        + ["all-gather f8e4m3fn[512,2,256]", "all-gather f32[512,2,2]"]
+        + ["reduce-scatter f32[2,128,512]", "all-reduce f32[512,128]"],
     ),
     "rows and k": (
         EXPLICIT,
