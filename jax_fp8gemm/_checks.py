@@ -51,10 +51,17 @@ def _short_dtypes(dtypes: Sequence[Any]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def as_array(x: Any) -> Any:
+    """The array that `x` stands for: a flax.nnx.Param's value, a NumPy scalar; else `x` itself."""
+    if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
+        return x.__jax_array__()
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
 def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
-    """TypeError unless `x` is an array (JAX, NumPy, tracer or shape-dtype struct)."""
-    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"{op}: {name} must be an array; got {short_type(x)}.{hint}")
+    """TypeError unless `x` is an array: JAX's, a tracer or NumPy's."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}.{hint}")
 
 
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:

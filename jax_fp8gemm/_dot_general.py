@@ -58,6 +58,7 @@ def dot_general(
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
+    lhs, rhs = map(_checks.as_array, (lhs, rhs))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_unquantised(op, name, x)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)

@@ -46,6 +46,7 @@ def scaled_matmul(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_matmul"
+    lhs, rhs, accumulate_into = map(_checks.as_array, (lhs, rhs, accumulate_into))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
         hint = " Map leading dimensions with jax.vmap."
@@ -56,6 +57,7 @@ def scaled_matmul(
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:
+        _checks.check_array(op, "accumulate_into", accumulate_into)
         _checks.check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
     return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
 

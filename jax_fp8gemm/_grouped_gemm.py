@@ -61,6 +61,7 @@ def scaled_ragged_dot(
       ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
     """
     op = "scaled_ragged_dot"
+    lhs, rhs, group_sizes = map(_checks.as_array, (lhs, rhs, group_sizes))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
     if lhs.ndim not in (2, 3):

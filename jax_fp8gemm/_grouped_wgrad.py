@@ -55,6 +55,8 @@ def scaled_ragged_wgrad(
       ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
     """
     op = "scaled_ragged_wgrad"
+    operands = map(_checks.as_array, (lhs, rhs, group_sizes, accumulate_into))
+    lhs, rhs, group_sizes, accumulate_into = operands
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
@@ -66,6 +68,7 @@ def scaled_ragged_wgrad(
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:
+        _checks.check_array(op, "accumulate_into", accumulate_into)
         shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
         _checks.check_accumulator(op, accumulate_into, shape, out_dtype)
     return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)

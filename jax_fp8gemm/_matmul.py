@@ -90,6 +90,7 @@ def matmul(
     ("fp8gemm_out").
     """
     op = "matmul"
+    lhs, rhs = map(_checks.as_array, (lhs, rhs))
     is_scaled = isinstance(rhs, ScaledArray)
     check_unquantised(op, "lhs", lhs)
     _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")

@@ -82,6 +82,8 @@ def moe_mlp(
     ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
     save_only_these_names can trade any of them for being computed again.
     """
+    operands = map(_checks.as_array, (x, w_gate_up, w_down, group_sizes))
+    x, w_gate_up, w_down, group_sizes = operands
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])
     specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)

@@ -38,6 +38,7 @@ def permute(
       TypeError: a dtype. ValueError: shapes.
     """
     op = "permute"
+    x, indices = map(_checks.as_array, (x, indices))
     for name, operand in (("x", x), ("indices", indices)):
         _checks.check_array(op, name, operand)
     _checks.check_dtype(op, "x", x, _checks.FLOAT_DTYPES)
@@ -101,6 +102,7 @@ def unpermute(
       TypeError: a dtype. ValueError: shapes.
     """
     op = "unpermute"
+    rows, order, weights = map(_checks.as_array, (rows, order, weights))
     for name, operand in (("rows", rows), ("order", order), ("weights", weights)):
         _checks.check_array(op, name, operand)
     for name, operand in (("rows", rows), ("weights", weights)):

@@ -54,6 +54,7 @@ def quantize(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize"
+    x = _checks.as_array(x)
     _check_operand(op, x, dtype, implementation)
     _checks.check_block(op, block)
     if axis not in range(-x.ndim, x.ndim):
@@ -90,6 +91,7 @@ def quantize_both(
     Returns:
       quantize(x, axis=-1) of shape (..., m, k), and quantize(x, axis=-2) of shape (..., k, m).
     """
+    x = _checks.as_array(x)
     _check_operand("quantize_both", x, dtype, implementation)
     args = dict(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
     rows, columns = rows_and_columns(x, **args)

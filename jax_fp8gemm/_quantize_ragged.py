@@ -53,6 +53,7 @@ def quantize_ragged(
       TypeError: a dtype. ValueError: a rank, or more than 1024 groups.
     """
     op = "quantize_ragged"
+    x, group_sizes = map(_checks.as_array, (x, group_sizes))
     for name, operand in (("x", x), ("group_sizes", group_sizes)):
         _checks.check_array(op, name, operand)
     _check(op, x, group_sizes)

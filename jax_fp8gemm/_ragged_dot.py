@@ -95,6 +95,8 @@ def ragged_dot(
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
     op = "ragged_dot"
+    operands = map(_checks.as_array, (lhs, rhs, group_sizes, group_offset))
+    lhs, rhs, group_sizes, group_offset = operands
     check_operands(op, lhs, rhs, group_sizes, group_offset)
     is_scaled = isinstance(rhs, ScaledArray)
     spec = make_spec(

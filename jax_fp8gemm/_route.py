@@ -38,6 +38,7 @@ def route(
       TypeError: a dtype. ValueError: rank, top_k, scoring.
     """
     op = "route"
+    logits = _checks.as_array(logits)
     _checks.check_array(op, "logits", logits)
     _checks.check_dtype(op, "logits", logits, _checks.FLOAT_DTYPES)
     _checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")

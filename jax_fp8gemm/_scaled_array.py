@@ -97,6 +97,7 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     Raises:
       TypeError: x is no ScaledArray, or a dtype is wrong. ValueError: scale and values disagree.
     """
+    x = _checks.as_array(x)
     check_scaled_array("dequantize", "x", x)
     _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
     x = jax.tree.map(jnp.asarray, x)

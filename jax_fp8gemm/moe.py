@@ -87,6 +87,7 @@ def moe_layer(
       that do not divide evenly.
     """
     op = "moe_layer"
+    x, w_gate_up, w_down = map(_checks.as_array, (x, w_gate_up, w_down))
     check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
     tokens = _fold(op, "x", x, x)
@@ -188,6 +189,7 @@ def _choose(
 
 def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
     """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
+    part = _checks.as_array(part)
     _checks.check_array(op, name, part)
     if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
         raise ValueError(

@@ -16,7 +16,7 @@ on_cpu = pytest.mark.skipif(
 @contextlib.contextmanager
 def raises(error: type[Exception], match: str) -> Iterator[None]:
     """As pytest.raises, with jaxtyping's checks off: users do not have them."""
-    with _without_annotation_checks(), pytest.raises(error, match=match):
+    with without_annotation_checks(), pytest.raises(error, match=match):
         yield
 
 
@@ -27,7 +27,8 @@ def raises_without_kernel(op: str) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _without_annotation_checks() -> Iterator[None]:
+def without_annotation_checks() -> Iterator[None]:
+    """With jaxtyping's checks off: annotations name arrays alone, of all that ops take for one."""
     if not importlib.util.find_spec("jaxtyping"):
         yield
         return

@@ -2,11 +2,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, without_annotation_checks
 
-from jax_fp8gemm import _checks
+import jax_fp8gemm as fp8
+from jax_fp8gemm import _checks, moe
 
 F8 = jnp.float8_e4m3fn
+
+
+class Held:
+    """As flax.nnx.Param: not an array, but its value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
 
 
 def struct(shape, dtype=jnp.float32):
@@ -67,3 +78,69 @@ def test_values_that_are_not_fp8():
     with raises(TypeError, match=r"lhs must be f8e4m3fn or f8e5m2; got lhs bf16\[8,128\]"):
         values = struct((8, 128), jnp.bfloat16)
         _checks.check_scaled("gemm", "lhs", values, struct((8, 1)), (1, 128))
+
+
+ROWS, MATRIX, MATRICES = jnp.ones((8, 128)), jnp.ones((128, 256)), jnp.ones((1, 128, 256))
+DOWN, SIZES = jnp.ones((1, 128, 128)), jnp.asarray([8])
+QUANTISED, TRANSPOSED = fp8.quantize(ROWS), fp8.quantize(MATRIX.T, block=(128, 128))
+COLUMNS = fp8.quantize_ragged(ROWS, SIZES)
+CHOICES, WEIGHTS = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+RAGGED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+OPS = {
+    "matmul": (fp8.matmul, (ROWS, MATRIX)),
+    "matmul of a ScaledArray": (fp8.matmul, (ROWS, TRANSPOSED.T)),
+    "dot_general": (lambda *x: fp8.dot_general(*x, (((1,), (0,)), ((), ()))), (ROWS, MATRIX)),
+    "ragged_dot": (fp8.ragged_dot, (ROWS, MATRICES, SIZES)),
+    "ragged_dot_general": (lambda *x: fp8.ragged_dot_general(*x, RAGGED), (ROWS, ROWS, SIZES)),
+    "quantize": (fp8.quantize, (ROWS,)),
+    "quantize_both": (fp8.quantize_both, (ROWS,)),
+    "quantize_ragged": (fp8.quantize_ragged, (ROWS, SIZES)),
+    "dequantize": (fp8.dequantize, (QUANTISED,)),
+    "scaled_matmul": (
+        lambda lhs, rhs, accum: fp8.scaled_matmul(
+            lhs, rhs, out_dtype=jnp.float32, accumulate_into=accum
+        ),
+        (QUANTISED, TRANSPOSED, jnp.ones((8, 256))),
+    ),
+    "scaled_ragged_dot": (
+        fp8.scaled_ragged_dot,
+        (QUANTISED, fp8.quantize(MATRICES.mT, block=(128, 128)), SIZES),
+    ),
+    "scaled_ragged_wgrad": (fp8.scaled_ragged_wgrad, (COLUMNS, COLUMNS, SIZES)),
+    "moe_mlp": (moe.moe_mlp, (ROWS, MATRICES, DOWN, SIZES)),
+    "moe_layer": (
+        lambda x, *args: moe.moe_layer(x, args[:2], *args[2:]),
+        (ROWS, CHOICES, WEIGHTS, MATRICES, DOWN),
+    ),
+    "moe_layer of logits": (
+        lambda *args: moe.moe_layer(*args, top_k=1),
+        (ROWS, WEIGHTS, MATRICES, DOWN),
+    ),
+    "route": (lambda logits: moe.route(logits, 2), (ROWS,)),
+    "permute": (lambda *x: moe.permute(*x, 1), (ROWS, CHOICES)),
+    "unpermute": (moe.unpermute, (ROWS, CHOICES + jnp.arange(8)[:, None], WEIGHTS)),
+}
+
+
+@pytest.mark.parametrize("op, args", OPS.values(), ids=OPS.keys())
+def test_ops_take_what_jax_takes_for_an_array(op, args):
+    with without_annotation_checks():
+        found = jax.eval_shape(lambda *args: op(*map(Held, args)), *args)
+    assert str(found) == str(jax.eval_shape(op, *args))
+
+
+@pytest.mark.parametrize("op, args", OPS.values(), ids=OPS.keys())
+def test_ops_name_an_operand_without_a_value(op, args):
+    structs = [jax.tree.map(lambda x: struct(x.shape, x.dtype), x) for x in args]
+    with raises(TypeError, match="must be an array; got ShapeDtypeStruct"):
+        op(*structs)
+
+
+def test_numpy_scalars_are_arrays():
+    with raises(ValueError, match=r"matmul: lhs must be \(..., m, k\) or \(k,\); got lhs f32\[\]"):
+        fp8.matmul(np.float32(1), MATRIX)
+
+
+def test_an_accumulator_that_is_no_array():
+    with raises(TypeError, match="scaled_matmul: accumulate_into must be an array; got float"):
+        fp8.scaled_matmul(QUANTISED, TRANSPOSED, out_dtype=jnp.float32, accumulate_into=1.0)

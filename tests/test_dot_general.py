@@ -134,6 +134,16 @@ def test_nnx_linear():
 
 
 @needs_flax
+def test_gradient_in_an_nnx_param():
+    from flax import nnx
+
+    x, kernel = random(6, 150), random(150, 7, seed=1)
+    found = jax.grad(lambda w: (matmul(x, w) ** 2).sum())(nnx.Param(kernel))
+    assert isinstance(found, nnx.Param)
+    np.testing.assert_array_equal(found[...], jax.grad(lambda w: (matmul(x, w) ** 2).sum())(kernel))
+
+
+@needs_flax
 def test_nnx_linear_general():
     from flax import nnx
 
