@@ -71,6 +71,12 @@ def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str 
         raise TypeError(f"{op}: {name} must be {expected}; got {name} {short_type(x)}.{hint}")
 
 
+def check_integers(op: str, name: str, x: Any) -> None:
+    """TypeError unless `x` has an integer dtype."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} must be integers; got {name} {short_type(x)}")
+
+
 def check_ndim(op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "") -> None:
     """ValueError unless `x` has exactly `ndim` dimensions, named by `layout`."""
     if x.ndim != ndim:

@@ -49,7 +49,7 @@ def scaled_ragged_dot(
       lhs: (m, k) with scale blocks (1, 128), rows sorted by group; or (g, max_m, k), the masked
         form for decoding: group i is the first group_sizes[i] rows of lhs[i].
       rhs: (g, n, k) with scale blocks (128, 128).
-      group_sizes: (g,) int32 or int64 on the device. A negative size counts as 0, rows past m (or
+      group_sizes: (g,) integers on the device. A negative size counts as 0, rows past m (or
         max_m) as none.
       out_dtype: bfloat16 or float32.
       implementation: as for scaled_matmul.

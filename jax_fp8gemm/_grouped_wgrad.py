@@ -44,7 +44,7 @@ def scaled_ragged_wgrad(
 
     Args:
       lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
-      group_sizes: (g,) int32 or int64 on the device, as quantize_ragged had them.
+      group_sizes: (g,) integers on the device, as quantize_ragged had them.
       out_dtype: float32 or bfloat16.
       accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
       implementation: as for scaled_matmul.

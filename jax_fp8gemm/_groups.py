@@ -22,12 +22,11 @@ from jax_fp8gemm import _checks
 _BLOCK = _checks.SCALE_BLOCK
 _MAX_GROUPS = 1024
 _INT32_MAX = 2**31 - 1
-_SIZE_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
 
 def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) -> None:
-    """Raises unless group_sizes is int32 or int64 (g,), with g = num_groups where that is given."""
-    _checks.check_dtype(op, "group_sizes", group_sizes, _SIZE_DTYPES)
+    """Raises unless group_sizes is integers (g,), with g = num_groups where that is given."""
+    _checks.check_integers(op, "group_sizes", group_sizes)
     _checks.check_ndim(op, "group_sizes", group_sizes, 1, "(g,)")
     (g,) = group_sizes.shape
     if num_groups is not None and g != num_groups:
@@ -42,11 +41,13 @@ def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) 
         )
 
 
-def as_int32(group_sizes: Any) -> jax.Array:
-    """`group_sizes` as int32, larger ones saturated rather than wrapped."""
-    if isinstance(group_sizes, np.ndarray):  # int64 that jnp.asarray would wrap
-        return jnp.asarray(np.clip(group_sizes, 0, _INT32_MAX).astype(np.int32))
-    return jnp.clip(group_sizes, 0, _INT32_MAX).astype(jnp.int32)
+def as_int32(x: Any, lowest: int = 0) -> jax.Array:
+    """Integers, such as group_sizes, as int32 from `lowest` on, saturated rather than wrapped."""
+    info = jnp.iinfo(x.dtype)
+    bounds = max(int(info.min), lowest), min(int(info.max), _INT32_MAX)
+    if isinstance(x, np.ndarray):  # int64 that jnp.asarray would wrap
+        return jnp.asarray(np.clip(x, *bounds).astype(np.int32))
+    return jnp.clip(x, *bounds).astype(jnp.int32)
 
 
 def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:

@@ -65,7 +65,7 @@ def moe_mlp(
         ScaledArray with block (128, 128), quantised once for many calls, without a gradient. Give
         it `transposed` (quantize with_transpose=True), which is what the product reads.
       w_down: (g, f, d), likewise.
-      group_sizes: (g,) int32 or int64. A negative size counts as 0, rows past m as none. Rows past
+      group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
         the sum are zero in the result and in the gradient, whatever x holds there.
       recipe: formats and scale blocks. BF16: jax.lax.ragged_dot, in the dtype of x. With
         wgrad="bf16" activations are stored unquantised, as two calls of ragged_dot would.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._primitive import match_varying, replicate
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def permute(
         _checks.check_array(op, name, operand)
     _checks.check_dtype(op, "x", x, _checks.FLOAT_DTYPES)
     _checks.check_ndim(op, "x", x, 2, "(m, d)")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: indices must be integers; got {_checks.short_type(indices)}")
+    _checks.check_integers(op, "indices", indices)
     if indices.ndim != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] == 0:
         raise ValueError(
             f"{op}: indices must be (m, top_k) for x (m, d), with top_k >= 1; "
@@ -52,28 +52,30 @@ def permute(
         )
     if num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts}")
-    x, indices = _prepare(x, indices)
+    x, indices = _prepare(x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, num_experts)
     return _copy_rows(x, choice, order), group_sizes, order
 
 
 def sort_choices(
-    indices: Int[Array, "m top_k"], num_experts: int
+    indices: Int32[Array, "m top_k"], num_experts: int
 ) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
     """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
 
     Returns:
       group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
     """
-    expert = indices.astype(jnp.int32).reshape(-1)
+    expert = indices.reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     experts = jnp.arange(num_experts, dtype=jnp.int32)
-    group_sizes = jnp.sum(expert[:, None] == experts, axis=0, dtype=jnp.int32)
+    group_sizes = jnp.sum(expert[:, None] == experts[None], axis=0, dtype=jnp.int32)
     choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
     return group_sizes, choice, _inverse(choice).reshape(indices.shape)
 
 
-def limit(indices: Int[Array, "m top_k"], num_experts: int, capacity: int) -> Int[Array, "m top_k"]:
+def limit(
+    indices: Int32[Array, "m top_k"], num_experts: int, capacity: int
+) -> Int32[Array, "m top_k"]:
     """`indices` with all choices of an expert but the first `capacity` made no expert."""
     group_sizes, _, order = sort_choices(indices, num_experts)
     starts = jnp.cumsum(group_sizes) - group_sizes

@@ -39,7 +39,7 @@ def quantize_ragged(
 
     Args:
       x: (m, k) bf16, f16 or f32, rows sorted by group.
-      group_sizes: (g,) int32 or int64: rows of each group, in order. A negative size counts as 0,
+      group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
         rows past m as none; rows past the sum are left out.
       dtype: float8_e4m3fn or float8_e5m2.
       pow2_scale: round each scale up to a power of two.

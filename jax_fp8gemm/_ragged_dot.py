@@ -68,7 +68,7 @@ def ragged_dot(
       rhs: (g, k, n) bf16, f16 or f32; or a ScaledArray (g, k, n) with block (128, 128), quantised
         once for many products, without a gradient. Give it `transposed` (quantize
         with_transpose=True), which is what the product reads.
-      group_sizes: (g,) int32 or int64. A negative size counts as 0, rows past m as none. Rows past
+      group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
         the sum are zero in the result and in the gradient, whatever lhs holds there.
       precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: jax.lax.ragged_dot.
       preferred_element_type: dtype of the result, bf16, f16 or f32; default that of the promoted
@@ -103,8 +103,8 @@ def ragged_dot(
         op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
     )
     xla_precision = check_precision(op, precision, spec)
-    operands = lhs, rhs, _groups.as_int32(group_sizes), group_offset
-    operands = jax.tree.map(jnp.asarray, operands)
+    groups = jax.tree.map(_groups.as_int32, (group_sizes, group_offset))
+    operands = jax.tree.map(jnp.asarray, (lhs, rhs, *groups))
     out_spec = partial(_out_spec, spec, *operands[:2], out_sharding)
     return with_auto_axes(partial(_ragged_dot, spec, xla_precision), operands, out_spec)
 
@@ -159,9 +159,8 @@ def _local_groups(
     if group_offset is None:
         return group_sizes, jnp.zeros((1,), jnp.int32)
     starts, ends = _groups.row_ranges(group_sizes, jnp.zeros((1,), jnp.int32), m)
-    offset = jnp.maximum(jnp.asarray(group_offset)[0], 0)
-    sizes = lax.dynamic_slice_in_dim(ends - starts, offset, g)
-    return sizes, lax.dynamic_slice_in_dim(starts, offset, g)[:1]
+    sizes = lax.dynamic_slice_in_dim(ends - starts, group_offset[0], g)
+    return sizes, lax.dynamic_slice_in_dim(starts, group_offset[0], g)[:1]
 
 
 @jax.named_scope("fp8gemm_ragged_dot")

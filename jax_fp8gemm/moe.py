@@ -23,6 +23,7 @@ from jax_fp8gemm._expert_parallel import (
     lay_out,
     travels_as_fp8,
 )
+from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
@@ -143,9 +144,12 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
         raise ValueError(
             f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
         )
-    indices, weights = _fold(op, "indices", router[0], x), _fold(op, "weights", router[1], x)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: indices must be integers; got {_checks.short_type(indices)}")
+    indices, weights = map(_checks.as_array, router)
+    _checks.check_array(op, "indices", indices)
+    _checks.check_integers(op, "indices", indices)
+    # Saturated where they are, or int64 beyond int32 would wrap to an expert.
+    indices = _fold(op, "indices", as_int32(indices, lowest=-1), x)
+    weights = _fold(op, "weights", weights, x)
     _checks.check_dtype(op, "weights", weights, _checks.FLOAT_DTYPES)
     if weights.shape != indices.shape:
         raise ValueError(
@@ -157,7 +161,7 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
             f"{op}: top_k must be None or that of indices {_checks.short_type(indices)}; "
             f"got {top_k}"
         )
-    return indices.astype(jnp.int32), weights
+    return indices, weights
 
 
 def _choose(

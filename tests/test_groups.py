@@ -142,7 +142,7 @@ def struct(*shape, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64])
 def test_accepted_group_sizes(dtype):
     _groups.check_group_sizes("op", np.zeros(1024, dtype))
     _groups.check_group_sizes("op", np.zeros(3, dtype), 3)
@@ -151,8 +151,8 @@ def test_accepted_group_sizes(dtype):
 @pytest.mark.parametrize(
     "sizes, num_groups, error, message",
     [
-        (struct(3, dtype=jnp.float32), None, TypeError, r"must be s32 or s64; got .* f32\[3\]"),
-        (struct(3, dtype=jnp.uint32), None, TypeError, r"must be s32 or s64; got .* u32\[3\]"),
+        (struct(3, dtype=jnp.float32), None, TypeError, r"must be integers; got .* f32\[3\]"),
+        (struct(3, dtype=jnp.bool_), None, TypeError, r"must be integers; got .* bool\[3\]"),
         (struct(3, 1), None, ValueError, r"must be \(g,\); got group_sizes s32\[3,1\]"),
         (struct(), None, ValueError, r"must be \(g,\); got group_sizes s32\[\]"),
         (
@@ -168,6 +168,20 @@ def test_accepted_group_sizes(dtype):
 def test_bad_group_sizes_are_told(sizes, num_groups, error, message):
     with raises(error, match="op: group_sizes " + message):
         _groups.check_group_sizes("op", sizes, num_groups)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64]
+)
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("lowest", [0, -1])
+def test_as_int32_saturates(dtype, convert, lowest):
+    info = np.iinfo(dtype)
+    values = [int(info.min), 0, 5, 127, int(info.max)]
+    with jax.enable_x64(True):
+        found = _groups.as_int32(convert(np.array(values, dtype)), lowest)
+    assert found.dtype == jnp.int32
+    assert_equal(found, [min(max(value, lowest), INT32.max) for value in values])
 
 
 def test_row_ranges_of_2_to_the_30_rows():
