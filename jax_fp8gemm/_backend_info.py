@@ -1,5 +1,6 @@
 """backend_info: what the package found on this machine, for people to read."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import jax
 
 from jax_fp8gemm import _environment, _ffi
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def backend_info() -> BackendInfo:
     """Says what the package found on this machine, and why the CUDA kernels are off if they are."""
     return BackendInfo(
         gpu=_describe(_gpu),
-        driver=_describe(lambda: "CUDA {}.{}".format(*_ffi.driver_cuda_version())),
+        driver=_describe(_driver),
         nvrtc=_describe(lambda: "{1}.{2} ({0})".format(*_ffi.nvrtc())),
         ffi_api=_describe(_ffi_api),
         jax=f"{jax.__version__} (backend: {jax.default_backend()})",
@@ -53,6 +56,19 @@ def _describe(ask: Callable[[], str]) -> str:
 
 def _gpu() -> str:
     return ", ".join(_ffi.gpu_names()) or "none"
+
+
+def _driver() -> str:
+    return "{} (CUDA {}.{})".format(_driver_version(), *_ffi.driver_cuda_version())
+
+
+def _driver_version() -> str:
+    """Of the kernel module: CUDA's driver API tells none."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER_FILE.read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "unknown version"
 
 
 def _ffi_api() -> str:

@@ -346,11 +346,25 @@ def test_info_prints_every_part_and_the_reason():
     assert ("off: " + reason if reason else "on") in output
 
 
-def test_backend_info_tells_what_the_machine_has(monkeypatch):
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+         "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (a@b)"
+         "\nGCC version:  gcc version 12.2.0", "580.65.06"),
+        ("", "unknown version"),
+        (None, "unknown version"),
+    ],
+)  # fmt: skip
+def test_backend_info_tells_what_the_machine_has(monkeypatch, tmp_path, text, version):
     _pretend(monkeypatch, _H200)
+    monkeypatch.setattr(_backend_info, "_DRIVER_FILE", tmp_path / "version")
+    if text is not None:
+        (tmp_path / "version").write_text(text)
     info = _backend_info.backend_info()
     assert info.gpu == "NVIDIA H200 (sm90, 108 SMs)"
-    assert info.driver == "CUDA 13.0"
+    assert info.driver == f"{version} (CUDA 13.0)"
     assert info.nvrtc == "13.0 (libnvrtc.so.13)"
 
 
