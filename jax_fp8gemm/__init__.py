@@ -4,6 +4,7 @@ from jax_fp8gemm import moe as moe
 from jax_fp8gemm._backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._backend_info import backend_info as backend_info
 from jax_fp8gemm._dot_general import dot_general as dot_general
+from jax_fp8gemm._ffi import EXPORT_CHECKS as EXPORT_CHECKS
 from jax_fp8gemm._ffi import FallbackWarning as FallbackWarning
 from jax_fp8gemm._gemm import scaled_matmul as scaled_matmul
 from jax_fp8gemm._grouped_gemm import scaled_ragged_dot as scaled_ragged_dot

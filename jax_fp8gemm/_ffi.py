@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import jax
+import jax.export
 
 from jax_fp8gemm import _environment
 
@@ -31,6 +32,20 @@ QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
 GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
+
+# disabled_checks of jax.export.export(..., platforms=("cuda",)), which else refuses the kernels.
+EXPORT_CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(target)
+    for target in (
+        GEMM_TARGET,
+        GROUPED_GEMM_TARGET,
+        GROUPED_WGRAD_TARGET,
+        QUANTIZE_TARGET,
+        GATHER_QUANTIZE_TARGET,
+        SWIGLU_QUANTIZE_TARGET,
+        SWIGLU_GRAD_QUANTIZE_TARGET,
+    )
+)
 
 # H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
 _DEFAULT_NUM_SMS = 132

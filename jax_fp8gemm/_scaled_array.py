@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
@@ -31,7 +32,7 @@ class ScaledArray:
       block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
     Scales are finite and positive, or NaN with every value of the block NaN, where the block held
     an Inf or a NaN. A pytree of values, scale and transposed: jit, vmap (over leading dimensions),
-    scan and shardings take it as any other.
+    scan, shardings and jax.export take it as any other.
 
     Attributes:
       values: (..., r, c), float8_e4m3fn or float8_e5m2.
@@ -84,6 +85,15 @@ class ScaledArray:
         parts = f"values={_checks.short_type(self.values)}, scale={_checks.short_type(self.scale)}"
         transposed = "" if self.transposed is None else ", transposed"
         return f"ScaledArray({parts}, block={self.block}{transposed})"
+
+
+# What is static of it, (block,), as two bytes.
+jax.export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="jax_fp8gemm.ScaledArray",
+    serialize_auxdata=lambda static: bytes(static[0]),
+    deserialize_auxdata=lambda block: (tuple(block),),
+)
 
 
 def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:

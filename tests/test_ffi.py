@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8gemm import _backend_info, _environment, _ffi
+from jax_fp8gemm import EXPORT_CHECKS, _backend_info, _environment, _ffi
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -56,6 +56,8 @@ def test_the_targets_have_the_three_stages():
         _ffi.SWIGLU_GRAD_QUANTIZE_TARGET,
         _ffi.GATHER_QUANTIZE_TARGET,
     }
+    checks = map(jax.export.DisabledSafetyCheck.custom_call, registrations)
+    assert set(EXPORT_CHECKS) == set(checks)
     for stages in registrations.values():
         assert set(stages) == {"instantiate", "prepare", "execute"}
         assert all(type(handler).__name__ == "PyCapsule" for handler in stages.values())

@@ -11,6 +11,7 @@ import pytest
 from errors import on_cpu, raises, raises_without_kernel
 
 from jax_fp8gemm import (
+    EXPORT_CHECKS,
     FallbackWarning,
     Recipe,
     ScaledArray,
@@ -21,6 +22,7 @@ from jax_fp8gemm import (
     quantize_both,
     scaled_matmul,
 )
+from jax_fp8gemm.moe import moe_layer
 
 M, N, K = 256, 384, 512
 
@@ -148,15 +150,25 @@ def test_vmap_of_one_operand_is_one_product(batched):
 
 
 def test_export_for_cuda_from_any_machine():
-    checks = [
-        jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in (_ffi.GEMM_TARGET, _ffi.QUANTIZE_TARGET)
-    ]
-    exported = jax.export.export(jax.jit(matmul), platforms=("cuda",), disabled_checks=checks)(
-        struct(M, K), struct(K, N)
-    )
+    export = functools.partial(jax.export.export, platforms=("cuda",))
+    args = struct(M, K), struct(K, N)
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
+        export(jax.jit(matmul))(*args)
+    exported = export(jax.jit(matmul), disabled_checks=EXPORT_CHECKS)(*args)
     assert len(custom_calls(exported.mlir_module())) == 3
     jax.export.deserialize(exported.serialize())
+
+
+def test_export_for_cuda_of_all_kernels():
+    layer = functools.partial(moe_layer, top_k=2)
+    gradients = jax.grad(lambda *x: layer(*x).astype(jnp.float32).sum(), (0, 2, 3))
+    args = struct(8, 128), struct(8, 4), struct(4, 128, 256), struct(4, 128, 128)
+    exported = jax.export.export(
+        jax.jit(gradients), platforms=("cuda",), disabled_checks=EXPORT_CHECKS
+    )(*args)
+    text = exported.mlir_module()
+    for target in (_ffi.GROUPED_WGRAD_TARGET, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET):
+        assert target in text
 
 
 @on_cpu

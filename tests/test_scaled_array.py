@@ -73,6 +73,18 @@ def test_passes_through_jit_vmap_and_scan():
     np.testing.assert_array_equal(scanned, expected)
 
 
+@pytest.mark.parametrize("with_transpose", [False, True])
+def test_exported_functions_take_and_return_it(with_transpose):
+    q = quantize(jnp.asarray(random((130, 257))), block=SQUARE, with_transpose=with_transpose)
+    function = jax.jit(lambda q: (q.T if with_transpose else q, quantize(q.dequantize())))
+    exported = jax.export.export(function)(q)
+    again = jax.export.deserialize(exported.serialize())
+    found, expected = again.call(q), function(q)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert (found[0].block, found[1].block) == (SQUARE, (1, 128))
+    jax.tree.map(reference.assert_same_bits, found, expected)
+
+
 def test_rounding_survives_a_jit_that_dequantises():
     # The trap is XLA's on GPU; here the test holds the CPU to the same.
     x = jnp.asarray(random((4, 256)))
