@@ -103,9 +103,10 @@ def define_primitive(
 
     def no_jvp(primals, tangents, **params):
         raise NotImplementedError(
-            f"{op}: not differentiable: FP8 values have no useful tangents. Differentiate "
-            "jax_fp8gemm.matmul, dot_general, ragged_dot, ragged_dot_general or moe.moe_mlp once "
-            "(their own derivatives are not differentiable)."
+            f"{op}: matmul, dot_general, ragged_dot, ragged_dot_general, moe_mlp and moe_layer are "
+            f"differentiable once, in reverse mode, and {op} is not: FP8 values have no useful "
+            "tangents. Take no gradient of a gradient. Pass a product w itself rather than "
+            "quantize(w), or quantize jax.lax.stop_gradient(w)."
         )
 
     def make(lower):

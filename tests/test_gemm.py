@@ -214,5 +214,5 @@ def test_bad_input_is_told_at_trace_time(change, error, message):
 def test_differentiation_points_to_matmul():
     lhs, rhs = operands(8, 16, 256)
     loss = lambda scale: scaled_matmul(ScaledArray(lhs.values, scale), rhs).sum()
-    with raises(NotImplementedError, match="gemm: not differentiable.*jax_fp8gemm.matmul"):
+    with raises(NotImplementedError, match="gemm: matmul, .* are differentiable once"):
         jax.grad(loss)(lhs.scale)

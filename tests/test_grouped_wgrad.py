@@ -247,5 +247,5 @@ def test_cuda_implementation_raises_on_cpu():
 def test_is_not_differentiable():
     columns = lambda scale: ScaledArray(COLUMNS.values, scale)
     loss = lambda scale: scaled_ragged_wgrad(columns(scale), COLUMNS, G3).sum()
-    with raises(NotImplementedError, match="grouped_wgrad: not differentiable"):
+    with raises(NotImplementedError, match="grouped_wgrad: matmul, .* are differentiable once"):
         jax.grad(loss)(COLUMNS.scale)

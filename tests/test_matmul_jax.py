@@ -92,7 +92,7 @@ def test_gradients_through_nested_transformations(wrap):
 def test_second_derivative_raises():
     lhs, rhs, _ = problem()
     loss = lambda lhs: (matmul(lhs, rhs) ** 2).sum()
-    with raises(NotImplementedError, match="not differentiable.*once"):
+    with raises(NotImplementedError, match="matmul, .* are differentiable once, .* is not"):
         jax.grad(lambda lhs: jax.grad(loss)(lhs).sum())(lhs)
 
 

@@ -204,7 +204,7 @@ def test_cuda_implementation_raises_on_cpu():
 
 def test_is_not_differentiable():
     loss = lambda x: quantize_ragged(x, int32([2])).dequantize().sum()
-    with raises(NotImplementedError, match="quantize_ragged: not differentiable"):
+    with raises(NotImplementedError, match="quantize_ragged: matmul, .* are differentiable once"):
         jax.grad(loss)(jnp.ones((2, 2)))
 
 

@@ -231,7 +231,7 @@ def test_it_is_one_custom_call_on_cuda(with_columns, is_grad):
 
 def test_the_primitives_have_no_derivative():
     gate_up = jnp.ones((4, 6))
-    with raises(NotImplementedError, match="swiglu_quantize: not differentiable"):
+    with raises(NotImplementedError, match="swiglu_quantize: matmul, .* are differentiable once"):
         jax.grad(lambda x: quantized(x)[0].scale.sum())(gate_up)
 
 
