@@ -5,6 +5,7 @@ Every message reads `<op>: <what must hold>; got <actual>. <what to do>`, with J
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,9 +126,14 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
     check_min_ndim(op, name, values, 2, "(..., r, c)")
     expected = scale_shape(values.shape, block)
     if tuple(scale.shape) != expected or jnp.dtype(scale.dtype) != jnp.float32:
+        hint = (
+            ". If the shards of a shard_map were quantised each alone, cut the array at multiples of "
+            f"{SCALE_BLOCK} elements, or quantise it outside."
+        )
         raise ValueError(
             f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "
             f"{block[0]}x{block[1]} block of {name} {short_type(values)}); got {short_type(scale)}"
+            f"{hint if math.prod(scale.shape) > math.prod(expected) else ''}"
         )
 
 

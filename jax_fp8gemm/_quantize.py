@@ -48,7 +48,8 @@ def quantize(
         warning; "cuda", the kernel or an error; "xla", the reference. All give the same bits.
     Returns:
       ScaledArray of the values and f32 scales. A block with an Inf or a NaN is NaN throughout.
-      Not differentiable. Sharded as `x`, where its shards hold whole blocks.
+      Not differentiable. Sharded as `x`, where its shards hold whole blocks. In a shard_map `x` is
+      the shard: its blocks are those of the whole where it is cut at multiples of 128.
     Raises:
       TypeError: dtype of x, or `dtype`. ValueError: rank, block, axis, with_transpose.
       RuntimeError: implementation="cuda" where the kernel cannot run.

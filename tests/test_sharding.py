@@ -183,6 +183,20 @@ def test_partial_manual_shard_map(axis_type, check_vma):
     assert_equal(jax.jit(rows)(lhs, rhs), unsharded()[0])
 
 
+@pytest.mark.parametrize("k, fits", [(8 * 64, False), (8 * 128, True)])
+def test_scales_of_shards_fit_the_whole_where_these_are_whole_blocks(k, fits):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, k)), jnp.float32)
+    on = mesh(AUTO, shape=(8,))
+    rows = jax.shard_map(quantize, mesh=on, in_specs=P(None, "x"), out_specs=P(None, "x"))
+    found = rows(x)
+    if fits:
+        jax.tree.map(reference.assert_same_bits, found, quantize(x))
+        return
+    message = r"must be f32\[16,4\] .*; got f32\[16,8\]. If the shards .* at multiples of 128"
+    with pytest.raises(ValueError, match=message):
+        found.dequantize()
+
+
 def test_shard_map_lowers_to_the_kernels():
     lhs, rhs = operands()
     rows = jax.shard_map(matmul, mesh=mesh(AUTO), in_specs=(P("x"), P()), out_specs=P("x"))
