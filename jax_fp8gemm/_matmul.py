@@ -53,7 +53,7 @@ def matmul(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> Float[Array, "*batch m n"]:
-    """Multiplies as jnp.matmul does, in FP8 with f32 accumulation.
+    """Multiplies arrays of the shapes of jnp.matmul, in FP8 with f32 accumulation.
 
     Differentiable once, in reverse mode. Any m, n and k; batch dimensions broadcast. Batch
     dimensions of lhs alone are folded into m.
@@ -67,8 +67,8 @@ def matmul(
       precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: a plain XLA dot at that
         precision, without FP8. `jax.default_matmul_precision` has no say: calling this function
         asks for FP8.
-      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of the promoted
-        operands.
+      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of both operands,
+        f32 where they differ. Weakly typed operands count as others, as in lax.dot_general.
       implementation: None, the kernels where they can run and the reference elsewhere, with one
         warning; "cuda", the kernels or an error; "xla", the reference.
       out_sharding: sharding of the result over Explicit mesh axes, as in jnp.matmul: needed where

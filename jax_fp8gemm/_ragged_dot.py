@@ -61,7 +61,7 @@ def ragged_dot(
 
     The next group_sizes[i] rows of lhs are multiplied by rhs[i]. Arguments as in
     jax.lax.ragged_dot, which it can replace; differentiable once, in reverse mode. Any m, n, k and
-    up to 1024 groups of any sizes, which stay on the device. vmap runs one element after another.
+    1 to 1024 groups of any sizes, which stay on the device. vmap runs one element after another.
 
     Args:
       lhs: (m, k) bf16, f16 or f32, rows sorted by group.
@@ -71,8 +71,7 @@ def ragged_dot(
       group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
         the sum are zero in the result and in the gradient, whatever lhs holds there.
       precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: jax.lax.ragged_dot.
-      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of the promoted
-        operands.
+      preferred_element_type: as for matmul.
       group_offset: (1,) integer: rhs holds the g groups from this one on, of the G >= g groups that
         group_sizes has then. Rows of the other groups are zero. Clamped to 0..G-g.
       recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.

@@ -13,7 +13,9 @@ DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `matmul` and `dot_general` quantise; frozen and hashable, so it may be a static argument.
+    """How differentiable products quantise, grouped ones and those of moe too.
+
+    Frozen and hashable, so it may be a static argument.
 
     Attributes:
       fwd: format of lhs and rhs: "e4m3" or "e5m2". None: no FP8 anywhere, a plain XLA dot.

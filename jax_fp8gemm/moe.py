@@ -68,7 +68,7 @@ def moe_layer(
         (..., top_k): a choice made elsewhere, as `permute` and `unpermute` take it.
       w_gate_up, w_down: weights of num_experts experts, as for moe_mlp.
       top_k: experts a token, needed with logits.
-      scoring, normalize: as for route, with logits.
+      scoring, normalize: as for route; with logits only.
       recipe, implementation: as for moe_mlp.
       expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
         device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
@@ -76,11 +76,11 @@ def moe_layer(
         (the leading dimensions of x, as one) cut along all of them.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
         "ragged_all_to_all" (docs/scaling.md), all to the same bits, or None: the one that takes
-        least time by the sizes.
-      capacity_factor: None: no token is dropped. Else an expert takes at most capacity_factor *
+        least time by the sizes. With expert_axis only.
+      capacity_factor: None or inf: no token is dropped. Else an expert takes at most capacity_factor *
         tokens * top_k / num_experts choices, rounded up, the first ones, of the tokens (of each
         device, with expert_axis); the others count as no expert.
-      mesh: that of expert_axis; default that of jax.set_mesh or of the operands.
+      mesh: that of expert_axis, and only with it; default that of jax.set_mesh or of the operands.
     Returns:
       (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
       travel as FP8 with power-of-two scales, the results in the dtype of x.
