@@ -106,7 +106,7 @@ class _AllToAll(Exchange):
         """The row of each token for each device, and whether it has one in this turn."""
         slot = plan[0] - turn * self.slots
         has_one = (slot >= 0) & (slot < self.slots)
-        return jnp.arange(self.size, dtype=jnp.int32) * self.slots + slot, has_one
+        return jnp.arange(self.size, dtype=jnp.int32)[None] * self.slots + slot, has_one
 
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
         positions, has_one = self._positions(plan, turn)
@@ -127,7 +127,7 @@ class _RaggedAllToAll(Exchange):
         # Where my rows begin on each receiver, and where those that I received began.
         there = (jnp.cumsum(sent, axis=0) - sent)[me]
         origin = (jnp.cumsum(sent, axis=1) - sent)[:, me]
-        positions = starts + slot, slot >= 0
+        positions = starts[None] + slot, slot >= 0
         received = sent[:, me]
         out = starts, counts, there, received
         back = jnp.cumsum(received) - received, received, origin, counts
@@ -198,7 +198,7 @@ def _slots(devices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     -1 where the device does not need the token.
     """
     t = devices.shape[0]
-    needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)).any(axis=1)
+    needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]).any(axis=1)
     rank = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
     counts = rank[-1] if t else jnp.zeros((size,), jnp.int32)
     return jnp.where(needs, rank - 1, -1), counts

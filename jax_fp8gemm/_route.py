@@ -52,7 +52,7 @@ def route(
     logits = replicate(jnp.asarray(logits)).astype(jnp.float32)
     _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
     # Not a gather, whose transpose is a scatter-add.
-    is_chosen = indices[:, :, None] == jnp.arange(num_experts, dtype=indices.dtype)
+    is_chosen = indices[:, :, None] == jnp.arange(num_experts, dtype=indices.dtype)[None, None]
     chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
     if scoring == "sigmoid":
         # By logarithms: sigmoids of a token may all underflow, and still have a ratio.

@@ -29,6 +29,7 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Shape annotations are checked in tests and free in use.
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):

@@ -115,7 +115,7 @@ def test_linen_dense():
     params = dense.init(jax.random.key(0), x)
     out = dense.apply(params, x)
     kernel, bias = (params["params"][name].astype(jnp.bfloat16) for name in ("kernel", "bias"))
-    reference.assert_same_bits(out, matmul(x, kernel) + bias)
+    reference.assert_same_bits(out, matmul(x, kernel) + bias[None, None])
     gradient = jax.grad(lambda p: dense.apply(p, x).astype(jnp.float32).sum())(params)
     assert gradient["params"]["kernel"].dtype == jnp.float32
     assert np.isfinite(gradient["params"]["kernel"]).all()
@@ -127,7 +127,7 @@ def test_nnx_linear():
 
     x = random(4, 5, 150)
     linear = nnx.Linear(150, 16, dot_general=dot_general, rngs=nnx.Rngs(0))
-    expected = matmul(x, linear.kernel[...]) + linear.bias[...]
+    expected = matmul(x, linear.kernel[...]) + linear.bias[...][None, None]
     np.testing.assert_allclose(linear(x), expected, rtol=1e-6, atol=1e-6)
     gradient = nnx.grad(lambda linear: linear(x).sum())(linear)
     assert gradient.kernel[...].shape == (150, 16)

@@ -28,7 +28,7 @@ def problem(skew=0.0):
 
     Not logits, so that all programs have the bits of one softmax. skew: of logits to an expert.
     """
-    logits = random(M, E, seed=1) + skew * jnp.eye(E)[2]
+    logits = random(M, E, seed=1) + skew * jnp.eye(E)[2:3]
     weights = random(E, D, 2 * F, seed=2, scale=D**-0.5), random(E, F, D, seed=3, scale=F**-0.5)
     return random(M, D), *route(logits, TOP_K), *weights, random(M, D, seed=5)
 
@@ -43,7 +43,7 @@ def vjp(layer, x, indices, weights, w_gate_up, w_down, dout):
 def dense(x, router, w_gate_up, w_down):
     """All experts of all tokens, weighted; in the precision of x."""
     indices, weights = router
-    is_chosen = indices[:, :, None] == jnp.arange(E, dtype=indices.dtype)
+    is_chosen = indices[:, :, None] == jnp.arange(E, dtype=indices.dtype)[None, None]
     chosen = jnp.where(is_chosen, weights[:, :, None], 0)
     outs = jnp.stack([expert(x, w_gate_up[i], w_down[i]) for i in range(E)], axis=1)
     return (outs * chosen.sum(axis=1)[:, :, None]).sum(axis=1)

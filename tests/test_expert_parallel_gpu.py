@@ -41,7 +41,7 @@ def problem(skew=0.0):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
     in_bf16 = lambda *shape, scale=1.0: (normal(*shape) * scale).astype(jnp.bfloat16)
-    choice = route(normal(m, e) + skew * jnp.eye(e)[2], TOP_K)
+    choice = route(normal(m, e) + skew * jnp.eye(e)[2:3], TOP_K)
     weights = in_bf16(e, D, 2 * F, scale=D**-0.5), in_bf16(e, F, D, scale=F**-0.5)
     return in_bf16(m, D), *choice, *weights, in_bf16(m, D)
 

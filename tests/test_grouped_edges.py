@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from errors import _without_annotation_checks, raises
+from errors import without_annotation_checks, raises
 from grouped_cases import SQUARE, assert_exact, int32, zeros
 from test_grouped_gemm import dot_f32, dot_operands, dot_truth
 from test_grouped_wgrad import exact_wgrad, wgrad_operands
@@ -36,7 +36,7 @@ def test_int64_sizes():
 def test_numpy_int64_sizes_saturate_where_jax_would_wrap_them():
     lhs, rhs = dot_operands(40, 24, 140, 3)
     sizes = np.array((20, 2**32 + 1, 5))
-    with _without_annotation_checks():
+    with without_annotation_checks():
         out = dot_f32(lhs, rhs, sizes)
     assert_exact(out, dot_truth(lhs, rhs, sizes))
 

@@ -135,7 +135,7 @@ def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, acc
         tokens_in_order = jnp.arange(lhs.shape[1])
         is_own = (column <= tokens_in_order) & (tokens_in_order < column + width)
         own = lambda x: jf.ScaledArray(
-            jnp.where(is_own, x.values, jnp.zeros_like(x.values)),  # noqa: B023
+            jnp.where(is_own[None], x.values, jnp.zeros_like(x.values)),  # noqa: B023
             x.scale,
         )
         expected = multiply(own(lhs), own(rhs))

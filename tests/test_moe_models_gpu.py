@@ -78,7 +78,7 @@ def _expert_gradients(activation=jax.nn.silu):
 def test_the_layer_and_its_gradients(model, routing):
     hidden, inter, experts, top_k = MODELS[model]
     logits = jnp.log(jnp.asarray(_shares(routing, experts), jnp.float32))
-    logits = logits + jax.random.gumbel(jax.random.key(3), (TOKENS, experts))
+    logits = logits[None] + jax.random.gumbel(jax.random.key(3), (TOKENS, experts))
     choice = moe.route(logits, top_k)
     w_gate_up = _normal(experts, hidden, 2 * inter, seed=4, scale=hidden**-0.5)
     w_down = _normal(experts, inter, hidden, seed=5, scale=inter**-0.5)

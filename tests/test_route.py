@@ -65,7 +65,7 @@ def test_sigmoids_that_underflow_keep_their_ratio():
 def test_experts_masked_by_minus_infinity_have_no_weight():
     logits = jnp.asarray([[1.0, -np.inf, -np.inf, 2]])
     for scoring in ("softmax", "sigmoid"):
-        total = lambda x, s=scoring: (route(x, 3, scoring=s)[1] * jnp.arange(1.0, 4)).sum()
+        total = lambda x, s=scoring: (route(x, 3, scoring=s)[1] * jnp.arange(1.0, 4)[None]).sum()
         indices, weights = route(logits, 3, scoring=scoring)
         np.testing.assert_array_equal(indices, [[3, 0, 1]])
         np.testing.assert_array_equal(weights[0, 2], 0)
