@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 SCALE_BLOCK = 128
 FP8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
@@ -101,8 +102,31 @@ def check_same_k(op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int) -> None:
 
 def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> None:
     """TypeError unless the requested result dtype is one of `dtypes`."""
-    if jnp.dtype(dtype) not in dtypes:
-        raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {short_dtype(dtype)}")
+    try:
+        got = "None" if dtype is None else short_dtype(dtype)
+    except TypeError:
+        got = repr(dtype)
+    if got not in map(short_dtype, dtypes):
+        raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {got}")
+
+
+def check_static(op: str, **values: Any) -> None:
+    """TypeError where an argument that the program depends on is traced."""
+    for name, value in values.items():
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, Tracer):
+                raise TypeError(
+                    f"{op}: {name} must be static; got a traced {short_type(leaf)}. Name it in "
+                    "static_argnames of jax.jit, or bind it with functools.partial."
+                )
+
+
+def check_bool(op: str, **values: Any) -> None:
+    """TypeError unless each of `values` is True or False."""
+    check_static(op, **values)
+    for name, value in values.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{op}: {name} must be True or False; got {value!r}")
 
 
 def check_block(op: str, block: Any, *, name: str = "block") -> None:
@@ -127,8 +151,8 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
     expected = scale_shape(values.shape, block)
     if tuple(scale.shape) != expected or jnp.dtype(scale.dtype) != jnp.float32:
         hint = (
-            ". If the shards of a shard_map were quantised each alone, cut the array at multiples of "
-            f"{SCALE_BLOCK} elements, or quantise it outside."
+            ". If the shards of a shard_map were quantised each alone, cut the array at multiples "
+            f"of {SCALE_BLOCK} elements, or quantise it outside."
         )
         raise ValueError(
             f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,8 @@ def dot_general(
     Returns:
       The batch dimensions, then lhs's free ones, then rhs's.
     Raises:
-      TypeError: a dtype, an unknown argument. ValueError: dimension numbers, shapes, precision.
+      TypeError: a dtype, an unknown argument, dimension numbers that are none.
+      ValueError: dimension numbers, shapes, precision.
     """
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
@@ -80,13 +82,21 @@ def dot_general(
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     """The dimension numbers as non-negative tuples, checked against the shapes."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
+            [tuple(map(operator.index, dims)) for dims in pair] for pair in dimension_numbers
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
+            f"batch)), each a sequence of ints; got {dimension_numbers!r}"
+        ) from None
     got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}, {dimension_numbers}"
 
     def normalize(x: Any, dims: Any) -> Dims:
         if not all(-x.ndim <= d < x.ndim for d in dims):
             raise ValueError(f"{op}: dimension numbers must be within the ranks; got {got}")
-        return tuple(int(d) % x.ndim for d in dims)
+        return tuple(d % x.ndim for d in dims)
 
     lhs_contract, lhs_batch = normalize(lhs, lhs_contract), normalize(lhs, lhs_batch)
     rhs_contract, rhs_batch = normalize(rhs, rhs_contract), normalize(rhs, rhs_batch)

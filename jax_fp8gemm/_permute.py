@@ -50,8 +50,9 @@ def permute(
             f"{op}: indices must be (m, top_k) for x (m, d), with top_k >= 1; "
             f"got indices {_checks.short_type(indices)}, x {_checks.short_type(x)}"
         )
-    if num_experts < 1:
-        raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts}")
+    _checks.check_static(op, num_experts=num_experts)
+    if not hasattr(num_experts, "__index__") or num_experts < 1:
+        raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts!r}")
     x, indices = _prepare(x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, num_experts)
     return _copy_rows(x, choice, order), group_sizes, order

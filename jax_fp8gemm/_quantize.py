@@ -51,11 +51,14 @@ def quantize(
       Not differentiable. Sharded as `x`, where its shards hold whole blocks. In a shard_map `x` is
       the shard: its blocks are those of the whole where it is cut at multiples of 128.
     Raises:
-      TypeError: dtype of x, or `dtype`. ValueError: rank, block, axis, with_transpose.
+      TypeError: dtype of x, `dtype`, a flag that is no bool, anything but x traced.
+      ValueError: rank, block, axis, with_transpose.
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize"
     x = _checks.as_array(x)
+    _checks.check_static(op, block=block, axis=axis)
+    _checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
     _check_operand(op, x, dtype, implementation)
     _checks.check_block(op, block)
     if axis not in range(-x.ndim, x.ndim):
@@ -93,6 +96,7 @@ def quantize_both(
       quantize(x, axis=-1) of shape (..., m, k), and quantize(x, axis=-2) of shape (..., k, m).
     """
     x = _checks.as_array(x)
+    _checks.check_bool("quantize_both", pow2_scale=pow2_scale)
     _check_operand("quantize_both", x, dtype, implementation)
     args = dict(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
     rows, columns = rows_and_columns(x, **args)

@@ -54,6 +54,7 @@ def quantize_ragged(
     """
     op = "quantize_ragged"
     x, group_sizes = map(_checks.as_array, (x, group_sizes))
+    _checks.check_bool(op, pow2_scale=pow2_scale)
     for name, operand in (("x", x), ("group_sizes", group_sizes)):
         _checks.check_array(op, name, operand)
     _check(op, x, group_sizes)

@@ -42,8 +42,10 @@ def route(
     _checks.check_array(op, "logits", logits)
     _checks.check_dtype(op, "logits", logits, _checks.FLOAT_DTYPES)
     _checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
+    _checks.check_static(op, top_k=top_k)
+    _checks.check_bool(op, normalize=normalize)
     num_experts = logits.shape[1]
-    if top_k not in range(1, num_experts + 1):
+    if not hasattr(top_k, "__index__") or top_k not in range(1, num_experts + 1):
         raise ValueError(
             f"{op}: top_k must be 1..num_experts; got {top_k}, logits {_checks.short_type(logits)}"
         )

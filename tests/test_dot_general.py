@@ -207,6 +207,30 @@ def test_bad_input_is_told_at_trace_time(lhs, rhs, dims, error, message):
         dot_general(lhs, rhs, dims)
 
 
+@pytest.mark.parametrize(
+    "dims",
+    [
+        None,
+        5,
+        (((1,), (0,)),),
+        ((1, 0), ((), ())),
+        (((1.0,), (0,)), ((), ())),
+        (((1,), ("k",)), ((), ())),
+        (((1,), (0,), ()), ((), ())),
+    ],
+)
+def test_dimension_numbers_that_are_none_raise(dims):
+    lhs = jnp.ones((2, 2))
+    with raises(TypeError, match=r"dot_general: dimension_numbers must be \(\(lhs .*; got"):
+        dot_general(lhs, lhs, dims)
+
+
+def test_dimension_numbers_may_be_lists_of_numpy_ints():
+    lhs, rhs = random(6, 150), random(150, 7, seed=1)
+    out = dot_general(lhs, rhs, [[np.array([1]), [np.int64(0)]], [[], []]])
+    np.testing.assert_array_equal(out, dot_general(lhs, rhs, (((1,), (0,)), ((), ()))))
+
+
 def test_unknown_precision_raises():
     lhs = jnp.ones((2, 2))
     with raises(ValueError, match="dot_general: precision must be .*; got 'fp8'"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from errors import without_annotation_checks, raises
+from errors import raises, without_annotation_checks
 from grouped_cases import SQUARE, assert_exact, int32, zeros
 from test_grouped_gemm import dot_f32, dot_operands, dot_truth
 from test_grouped_wgrad import exact_wgrad, wgrad_operands

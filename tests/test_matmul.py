@@ -203,6 +203,13 @@ def test_gradient_of_a_scaled_rhs_raises():
             TypeError,
             "preferred_element_type must be bf16, f16 or f32; got s32",
         ),
+        (
+            jnp.ones((2, 3)),
+            jnp.ones((3, 2)),
+            dict(preferred_element_type="bogus"),
+            TypeError,
+            "preferred_element_type must be bf16, f16 or f32; got 'bogus'",
+        ),
     ],
 )
 def test_bad_input_is_told_at_trace_time(lhs, rhs, kwargs, error, message):

@@ -234,3 +234,29 @@ def test_differentiation_points_to_matmul():
 
 def test_warning_category_is_public():
     assert issubclass(FallbackWarning, Warning)
+
+
+@pytest.mark.parametrize("function", [quantize, quantize_both])
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(dtype="e5m2"), "dtype must be f8e4m3fn or f8e5m2; got 'e5m2'"),
+        (dict(dtype=None), "dtype must be f8e4m3fn or f8e5m2; got None"),
+        (dict(pow2_scale="no"), "pow2_scale must be True or False; got 'no'"),
+        (dict(pow2_scale=None), "pow2_scale must be True or False; got None"),
+    ],
+)
+def test_bad_options_raise(function, kwargs, message):
+    with raises(TypeError, match=f"{function.__name__}: {message}"):
+        function(jnp.ones((2, 2)), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(axis=-1), dict(block=(1, 128)), dict(pow2_scale=True), dict(with_transpose=True)],
+)
+def test_options_must_be_static(kwargs):
+    (name,) = kwargs
+    message = f"quantize: {name} must be static; got a traced .*. Name it in static_argnames"
+    with raises(TypeError, match=message):
+        jax.jit(quantize)(jnp.ones((2, 2)), **kwargs)

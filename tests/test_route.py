@@ -93,6 +93,8 @@ def test_the_gradient_of_route_is_that_of_its_differences(scoring):
     "logits, kwargs, error, message",
     [
         (LOGITS, dict(top_k=0), ValueError, r"1..num_experts; got 0, logits f32\[40,6\]"),
+        (LOGITS, dict(top_k=2.0), ValueError, "top_k must be 1..num_experts; got 2.0"),
+        (LOGITS, dict(top_k=2, normalize="no"), TypeError, "normalize must be True or False; got"),
         (LOGITS, dict(top_k=7), ValueError, "top_k must be 1..num_experts; got 7"),
         (LOGITS, dict(top_k=2, scoring="relu"), ValueError, "'softmax' or 'sigmoid'; got 'relu'"),
         (LOGITS[0], dict(top_k=2), ValueError, r"logits must be \(m, num_experts\); got"),
@@ -102,3 +104,10 @@ def test_the_gradient_of_route_is_that_of_its_differences(scoring):
 def test_bad_routes_raise(logits, kwargs, error, message):
     with raises(error, match="route: .*" + message):
         route(logits, **kwargs)
+
+
+def test_options_must_be_static():
+    with raises(TypeError, match=r"route: top_k must be static; got a traced s32\[\]. Name it in"):
+        jax.jit(route)(LOGITS, 2)
+    with raises(TypeError, match="route: normalize must be static; got a traced bool"):
+        jax.jit(route, static_argnums=1)(LOGITS, 2, normalize=True)
