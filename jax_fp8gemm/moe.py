@@ -7,11 +7,13 @@ forward and backward.
 from __future__ import annotations
 
 import math
+import numbers
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
@@ -77,18 +79,21 @@ def moe_layer(
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
         "ragged_all_to_all" (docs/scaling.md), all to the same bits, or None: the one that takes
         least time by the sizes. With expert_axis only.
-      capacity_factor: None or inf: no token is dropped. Else an expert takes at most capacity_factor *
-        tokens * top_k / num_experts choices, rounded up, the first ones, of the tokens (of each
-        device, with expert_axis); the others count as no expert.
-      mesh: that of expert_axis, and only with it; default that of jax.set_mesh or of the operands.
+      capacity_factor: None or inf: no token is dropped. Else an expert takes at most
+        capacity_factor * tokens * top_k / num_experts choices, rounded up, the first ones, of the
+        tokens (of each device, with expert_axis); the others count as no expert.
+      mesh: that of expert_axis, and only with it; default that of jax.set_mesh or the operands.
     Returns:
       (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
       travel as FP8 with power-of-two scales, the results in the dtype of x.
-    Raises: as the functions of this module. ValueError: expert_axis, exchange, or tokens or experts
-      that do not divide evenly.
+    Raises: as the functions of this module. ValueError: expert_axis, exchange, capacity_factor,
+      arguments that do not go together, or tokens or experts that do not divide evenly.
+      TypeError: mesh, capacity_factor, anything but the arrays traced.
     """
     op = "moe_layer"
     x, w_gate_up, w_down = map(_checks.as_array, (x, w_gate_up, w_down))
+    _check_options(op, router, top_k, scoring, normalize, capacity_factor)
+    _check_mesh(op, expert_axis, exchange, mesh)
     check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
     tokens = _fold(op, "x", x, x)
@@ -132,6 +137,33 @@ def moe_layer(
         implementation=implementation,
     )
     return out.reshape(x.shape)
+
+
+def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
+    _checks.check_static(op, top_k=top_k, capacity_factor=capacity_factor)
+    _checks.check_bool(op, normalize=normalize)
+    if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
+        raise ValueError(
+            f"{op}: scoring and normalize must go with router logits; got scoring {scoring!r}, "
+            f"normalize {normalize} with (indices, weights)"
+        )
+    if capacity_factor is None:
+        return
+    if not isinstance(capacity_factor, numbers.Real):
+        got = repr(capacity_factor)
+        raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
+    if not float(capacity_factor) > 0:
+        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {capacity_factor!r}")
+
+
+def _check_mesh(op: str, expert_axis, exchange, mesh) -> None:
+    if expert_axis is None and (exchange is not None or mesh is not None):
+        raise ValueError(
+            f"{op}: exchange and mesh must go with expert_axis; got exchange {exchange!r}, "
+            f"mesh {mesh!r} without"
+        )
+    if not isinstance(mesh, None | Mesh | AbstractMesh):
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {mesh!r}")
 
 
 def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
@@ -183,10 +215,8 @@ def _choose(
             f"{op}: router must have one logit for each of the {num_experts} experts of "
             f"w_gate_up; got router {_checks.short_type(router)}"
         )
-    if capacity_factor is None:
+    if capacity_factor in (None, math.inf):
         return indices, weights, None
-    if not capacity_factor > 0:
-        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {capacity_factor!r}")
     capacity = math.ceil(capacity_factor * indices.size / num_experts)
     return limit(indices, num_experts, capacity), weights, capacity
 

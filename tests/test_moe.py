@@ -1,6 +1,7 @@
 """moe_layer against all experts of all tokens in float64."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,20 @@ BAD_LAYERS = [
     ((X, LOGITS2, [UP], DOWN), dict(top_k=2), TypeError, "w_gate_up must be an array; got list"),
     ((1.0, LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "x must be an array; got float"),
     ((quantize(X), LOGITS2, UP, DOWN), dict(top_k=2), TypeError, "moe_layer quantises x itself: "),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, mesh="foo"), ValueError,
+     "exchange and mesh must go with expert_axis; got exchange None, mesh 'foo' without"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, exchange="all_gather"), ValueError,
+     "exchange and mesh must go with expert_axis; got exchange 'all_gather', mesh None without"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, expert_axis="x", mesh="foo"), TypeError,
+     "mesh must be a jax.sharding.Mesh; got 'foo'"),
+    ((X, (TOP, X[:, :2]), UP, DOWN), dict(scoring="sigmoid"), ValueError,
+     r"scoring and normalize must go with router logits; got scoring 'sigmoid', normalize True"),
+    ((X, (TOP, X[:, :2]), UP, DOWN), dict(normalize=False), ValueError, "must go with router log"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, normalize=None), TypeError, "normalize must be True or"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, capacity_factor="all"), TypeError,
+     "capacity_factor must be None or a number above 0; got 'all'"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, capacity_factor=0), ValueError, "or above 0; got 0"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, capacity_factor=np.nan), ValueError, "above 0; got nan"),
 ]  # fmt: skip
 
 
@@ -247,6 +262,20 @@ BAD_LAYERS = [
 def test_bad_layers_raise(args, kwargs, error, message):
     with raises(error, match="moe_layer: .*" + message):
         moe_layer(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("top_k", 2), ("normalize", True), ("capacity_factor", 2.0)]
+)
+def test_options_must_be_static(name, value):
+    layer = lambda **kwargs: moe_layer(X, LOGITS2, UP, DOWN, **dict(dict(top_k=2), **kwargs))
+    with raises(TypeError, match=f"moe_layer: {name} must be static; got a traced"):
+        jax.jit(layer)(**{name: value})
+
+
+def test_an_infinite_capacity_is_none():
+    layer = functools.partial(moe_layer, *problem(), top_k=TOP_K, recipe=BF16)
+    reference.assert_same_bits(layer(capacity_factor=math.inf), layer())
 
 
 def test_the_module_is_an_attribute_of_the_package():
