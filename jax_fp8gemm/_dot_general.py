@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
 from jax_fp8gemm._matmul import products
 from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, spec_of
 from jax_fp8gemm._quantize import Implementation
@@ -55,7 +55,7 @@ def dot_general(
       The batch dimensions, then lhs's free ones, then rhs's.
     Raises:
       TypeError: a dtype, an unknown argument, dimension numbers that are none.
-      ValueError: dimension numbers, shapes, precision.
+      ValueError: dimension numbers, shapes, precision, out_sharding.
     """
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
@@ -66,6 +66,7 @@ def dot_general(
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
     xla = partial(
         lax.dot_general,
         dimension_numbers=dims,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
 from jax_fp8gemm._gemm import gemm
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
@@ -71,12 +71,12 @@ def matmul(
         f32 where they differ. Weakly typed operands count as others, as in lax.dot_general.
       implementation: None, the kernels where they can run and the reference elsewhere, with one
         warning; "cuda", the kernels or an error; "xla", the reference.
-      out_sharding: sharding of the result over Explicit mesh axes, as in jnp.matmul: needed where
-        k is sharded over one.
+      out_sharding: sharding of the result over the operands' Explicit mesh axes, as in jnp.matmul:
+        needed where k is sharded over one. A PartitionSpec needs the mesh of jax.set_mesh.
     Returns:
       (..., m, n) array. Gradients have the dtypes of their operands.
     Raises:
-      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block.
+      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block, out_sharding.
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
@@ -104,6 +104,7 @@ def matmul(
     weights = None if is_scaled else rhs
     spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
     xla = partial(
         jnp.matmul,
         precision=xla_precision,

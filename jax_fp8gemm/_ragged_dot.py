@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
 from jax_fp8gemm._grouped_gemm import grouped_gemm
 from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
@@ -102,6 +102,7 @@ def ragged_dot(
         op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
     )
     xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
     groups = jax.tree.map(_groups.as_int32, (group_sizes, group_offset))
     operands = jax.tree.map(jnp.asarray, (lhs, rhs, *groups))
     out_spec = partial(_out_spec, spec, *operands[:2], out_sharding)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
@@ -98,6 +98,7 @@ def ragged_dot_general(
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
     lhs, rhs = jnp.transpose(lhs, lhs_order), jnp.transpose(rhs, rhs_order)
     if rhs.ndim == 3:
         check_operands(op, lhs, rhs, group_sizes, group_offset)

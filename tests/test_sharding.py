@@ -1,5 +1,6 @@
 """Operands on a mesh: sharded by the compiler, explicitly, or by shard_map."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import raises
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
 from test_primitive import K, M, N, cuda_text, custom_calls
 
-from jax_fp8gemm import dot_general, matmul, quantize
+from jax_fp8gemm import dot_general, matmul, quantize, ragged_dot, ragged_dot_general
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -92,8 +94,7 @@ def test_result_is_sharded_as_that_of_jnp_matmul():
     out = matmul(lhs, rhs)
     assert out.sharding == jnp.matmul(lhs, rhs).sharding
     assert_equal(out, unsharded()[0])
-    dims = (((1,), (0,)), ((), ()))
-    assert dot_general(lhs, rhs, dims).sharding == out.sharding
+    assert dot_general(lhs, rhs, DIMS).sharding == out.sharding
 
 
 def test_sharded_k_needs_an_out_sharding_as_in_lax():
@@ -102,6 +103,56 @@ def test_sharded_k_needs_an_out_sharding_as_in_lax():
     rhs = jax.device_put(rhs, NamedSharding(mesh(EXPLICIT), P("x")))
     with pytest.raises(Exception, match="out_sharding"):
         matmul(lhs, rhs)
+
+
+DIMS = (((1,), (0,)), ((), ()))
+RAGGED_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+PRODUCTS = {
+    "matmul": matmul,
+    "dot_general": lambda lhs, rhs, **kwargs: dot_general(lhs, rhs, DIMS, **kwargs),
+    "ragged_dot": lambda lhs, rhs, **kwargs: ragged_dot(
+        lhs, rhs[None], jnp.array([M], jnp.int32), **kwargs
+    ),
+    "ragged_dot_general": lambda lhs, rhs, **kwargs: ragged_dot_general(
+        rhs, rhs, jnp.array([K], jnp.int32), RAGGED_ROWS, **kwargs
+    ),
+}
+ON = {"auto": mesh(AUTO), "explicit": mesh(EXPLICIT), "both": mesh(EXPLICIT, AUTO, shape=(2, 2))}
+BAD_OUT_SHARDINGS = [
+    (None, P(), ValueError, "a NamedSharding where there is no mesh of jax.set_mesh; got P"),
+    (None, P("x"), ValueError, "a NamedSharding where there is no mesh of jax.set_mesh; got P"),
+    (None, "x", TypeError, "a PartitionSpec or a NamedSharding; got 'x'"),
+    (None, NamedSharding(ON["auto"], P("x")), ValueError, "name Explicit axes .*with_sharding_c"),
+    (None, NamedSharding(ON["explicit"], P("x")), ValueError, r"name Explicit axes .*, axes \(\)"),
+    ("auto", P("x"), ValueError, "name Explicit axes .*with_sharding_constraint"),
+    ("auto", NamedSharding(ON["auto"], P("x")), ValueError, "name Explicit axes"),
+    ("explicit", P("z"), ValueError, r"name Explicit axes of .*; got P\('z',\), axes \('x',\)"),
+    ("explicit", P("x", "x"), ValueError, r"each once; got P\('x', 'x'\), axes \('x',\)"),
+    ("explicit", NamedSharding(ON["auto"], P()), ValueError, "be over the operands' mesh; got"),
+    ("both", P("y"), ValueError, r"name Explicit axes of .*; got P\('y',\), axes \('x',\)"),
+    ("both", P(P.UNCONSTRAINED), ValueError, "name Explicit axes"),
+]
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("on, out_sharding, error, message", BAD_OUT_SHARDINGS)
+def test_no_out_sharding_is_ignored(op, on, out_sharding, error, message):
+    function = lambda *args: PRODUCTS[op](*args, out_sharding=out_sharding)
+    with jax.set_mesh(ON[on]) if on else contextlib.nullcontext():
+        with raises(error, match=f"{op}: out_sharding must .*{message}"):
+            jax.eval_shape(function, *operands())
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("on, spec", [("auto", P()), ("explicit", P(None, "x")), ("both", P("x"))])
+@pytest.mark.parametrize("named", [False, True])
+def test_out_sharding_is_kept(op, on, spec, named):
+    spec = P(None, *spec) if op == "ragged_dot_general" else spec
+    with jax.set_mesh(ON[on]):
+        out_sharding = NamedSharding(ON[on], spec) if named else spec
+        function = lambda *args: PRODUCTS[op](*args, out_sharding=out_sharding)
+        out = jax.make_jaxpr(function)(*operands()).out_avals[0]
+    assert out.sharding.spec == P(*spec, *(None,) * (out.ndim - len(spec)))
 
 
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
