@@ -83,7 +83,7 @@ def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
     """The arguments of quantize and its kin for operands of format `fmt`."""
     return dict(
         dtype=DTYPES[fmt],
-        pow2_scale=spec.recipe.pow2_scale,
+        pow2_scale=bool(spec.recipe.pow2_scale),
         implementation=spec.implementation,
     )
 
