@@ -71,11 +71,11 @@ def gather_quantize(
 
 
 def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
-    """x, [its scales], rows, [weights] and [group_sizes, first_row]."""
+    """x, [its scales], rows, [weights] and (group_sizes, first_row)."""
     x, *more, group_sizes, first_row = operands
     weights = [more.pop()] if is_weighted else []
     *scale, rows = more
-    return x, scale, rows, weights, [group_sizes, first_row]
+    return x, scale, rows, weights, (group_sizes, first_row)
 
 
 def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale: bool):
