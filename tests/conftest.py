@@ -6,17 +6,14 @@ import os
 import shutil
 import tempfile
 
+import xla_options
+
 # Before jax starts a backend, and before jax_fp8gemm reads its environment. A cache of their own
 # keeps tests from passing on kernels that another source tree compiled.
 _flags = ["--xla_force_host_platform_device_count=8"]
 if not shutil.which("nvidia-smi"):
-    # XLA:CPU spends most of the tests' time in LLVM, on programs that run once: this halves it.
-    # What is true to the bit is tested with XLA's own level too (test_quantize.py). XLA:GPU would
-    # read the first flag as well.
-    _flags += [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-    ]
+    # XLA:GPU would read the first flag too.
+    _flags += xla_options.QUICK_FLAGS
 # The caller's flags come last, and win.
 os.environ["XLA_FLAGS"] = " ".join([*_flags, os.environ.get("XLA_FLAGS", "")])
 if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:

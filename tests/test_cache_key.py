@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
+from xla_options import QUICK_FLAGS
 
 from jax_fp8gemm import _cache_key, _ffi, quantize
 
@@ -22,7 +23,7 @@ PROGRAMS = ("shard_map", "jit", "jit_without_address", "other_parameters")
 
 def run_process(folder: pathlib.Path) -> dict[str, tuple[str, str]]:
     """(hit or miss, a sum of the result) of each program, in a process of its own."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = " ".join(["--xla_force_host_platform_device_count=4", *QUICK_FLAGS])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-W", "ignore", str(_PROGRAM), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)

@@ -11,6 +11,7 @@ import distributed_program
 import numpy as np
 import pytest
 import reference
+from xla_options import QUICK_FLAGS
 
 _PROGRAM = pathlib.Path(distributed_program.__file__)
 _DOCUMENT = _PROGRAM.parents[1] / "docs" / "multihost.md"
@@ -22,8 +23,8 @@ def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    # Two devices a process; unoptimised code is compiled in half the time.
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    # Two devices a process.
+    flags = " ".join(["--xla_force_host_platform_device_count=2", *QUICK_FLAGS])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     logs = [folder / f"{i}.log" for i in range(num_processes)]
     paths = [folder / f"{i}.npz" for i in range(num_processes)]

@@ -13,14 +13,13 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from xla_options import AS_USERS_DO
 
 from jax_fp8gemm import FallbackWarning, matmul, quantize, quantize_both
 from jax_fp8gemm._quantize import quantize_transposed
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 ROWS, COLUMNS, SQUARE = ((1, 128), -1), ((1, 128), -2), ((128, 128), -1)
-# XLA's own default, which conftest.py lowers: no optimisation may change a bit.
-AS_USERS_DO = {"xla_backend_optimization_level": 3}
 FORMATS = list(itertools.product([E4M3, E5M2], [False, True]))
 
 
@@ -59,7 +58,7 @@ def test_bits_of_all_formats(block, axis, dtype, pow2, x_dtype):
 def jitted(block, axis, dtype, pow2):
     return jax.jit(
         functools.partial(quantize, block=block, axis=axis, dtype=dtype, pow2_scale=pow2),
-        compiler_options=AS_USERS_DO,
+        compiler_options=AS_USERS_DO,  # no optimisation may change a bit
     )
 
 

@@ -12,6 +12,7 @@ from grouped_cases import BAD_SIZES, int32, patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.interpreters import partial_eval
+from xla_options import AS_USERS_DO
 
 from jax_fp8gemm import quantize_ragged
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
@@ -63,7 +64,7 @@ def test_no_rows():
 
 jitted_columns = jax.jit(
     lambda *args: ragged_columns(*args, E4M3, False, None),
-    compiler_options={"xla_backend_optimization_level": 3},  # XLA's own, as in test_quantize.py
+    compiler_options=AS_USERS_DO,  # as in test_quantize.py
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 import reference
 from errors import on_cpu, raises, raises_without_kernel
 from jax.interpreters import partial_eval
+from xla_options import AS_USERS_DO
 
 from jax_fp8gemm._swiglu import swiglu_grad_quantize, swiglu_quantize
 
@@ -67,9 +68,8 @@ def test_bits_where_sigma_is_exact(is_grad, x_dtype, dtype, pow2):
     gate_up, sigma = saturated(x_dtype)
     dh = [normal(M, F, dtype=x_dtype, seed=1)] if is_grad else []
     function = functools.partial(quantized, dtype=dtype, pow2=pow2)
-    # XLA's own level, as in test_quantize.py.
-    options = {"xla_backend_optimization_level": 3}
-    rows, columns = jax.jit(function, compiler_options=options)(gate_up, *dh)
+    # As in test_quantize.py.
+    rows, columns = jax.jit(function, compiler_options=AS_USERS_DO)(gate_up, *dh)
     x = activation(gate_up, *dh, sigma=sigma)
     assert_bits(rows, *reference.quantize(x, fmt=dtype, pow2=pow2))
     assert_bits(columns, *reference.quantize_ragged(x, SIZES, dtype, pow2, FIRST_ROW))
