@@ -1,7 +1,7 @@
 """Products on a mesh under jit: which dimensions are cut, what is moved, and that no bit changes.
 
 Small integers and power-of-two scales make every sum exact, in any order: so results on a mesh
-have the bits of those on one device, also where k is cut.
+have the bits of those in float64, as have those on one device, also where k is cut.
 """
 
 import functools
@@ -40,8 +40,9 @@ def exact(*shape, seed=0):
     return jnp.asarray(x * 2.0**exponents, jnp.float32)
 
 
+@functools.cache
 def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def on_mesh(axis_type):
@@ -49,8 +50,9 @@ def on_mesh(axis_type):
 
 
 def place(mesh, operands, specs):
+    # As NumPy's arrays: of one that lies on a device, JAX compiles a program to cut it.
     return [
-        jax.device_put(x, NamedSharding(mesh, spec))
+        jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
         for x, spec in zip(operands, specs, strict=True)
     ]
 
@@ -58,6 +60,11 @@ def place(mesh, operands, specs):
 def compile_and_run(function, *operands, **jit_args):
     compiled = jax.jit(function, **jit_args).lower(*operands).compile()
     return compiled, compiled(*operands)
+
+
+def product(lhs, rhs):
+    """exact_matmul of `exact` operands, by NumPy."""
+    return np.float32(np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64))
 
 
 # lhs (m, k), rhs (k, n) and the result; what is moved.
@@ -111,7 +118,7 @@ def test_product(axis_type, name):
     )
     assert collectives(compiled) == sorted(moved)
     assert out.sharding.is_equivalent_to(sharding, 2)
-    reference.assert_same_bits(out, jax.jit(exact_matmul)(*operands))
+    reference.assert_same_bits(out, product(*operands))
 
 
 def vjp(product, lhs, rhs, dout):
@@ -121,10 +128,10 @@ def vjp(product, lhs, rhs, dout):
 
 
 @functools.cache
-def unsharded_vjp(m, n, k, product=exact_matmul, data=exact):
-    """operands and results"""
+def true_vjp(m, n, k, data=exact, pow2=True):
+    """Operands, and results in float64."""
     operands = data(m, k), data(k, n, seed=1), data(m, n, seed=2)
-    return operands, jax.jit(functools.partial(vjp, product))(*operands)
+    return operands, reference.matmul_vjp(*operands, pow2=pow2)
 
 
 # lhs, rhs and out; what is moved, of the three products.
@@ -156,21 +163,21 @@ GRADIENTS = {
 @pytest.mark.parametrize("lhs_spec, rhs_spec, out_spec, moved", GRADIENTS.values(), ids=GRADIENTS)
 @both_axis_types
 def test_gradients_lie_and_move_as_their_operands(axis_type, lhs_spec, rhs_spec, out_spec, moved):
-    operands, expected = unsharded_vjp(M, N, K)
+    operands, expected = true_vjp(M, N, K)
     on = on_mesh(axis_type)
     specs = lhs_spec, rhs_spec, out_spec
     shardings = [NamedSharding(on, spec) for spec in (out_spec, lhs_spec, rhs_spec)]
     is_auto = axis_type == AUTO
-    product = functools.partial(exact_matmul, out_sharding=None if is_auto else shardings[0])
+    cut_matmul = functools.partial(exact_matmul, out_sharding=None if is_auto else shardings[0])
     compiled, results = compile_and_run(
-        functools.partial(vjp, product),
+        functools.partial(vjp, cut_matmul),
         *place(on, operands, specs),
         out_shardings=tuple(shardings) if is_auto else None,
     )
     assert collectives(compiled) == sorted(moved)
     for x, y, sharding in zip(results, expected, shardings, strict=True):
         assert x.sharding.is_equivalent_to(sharding, 2)
-        reference.assert_same_bits(x, y)
+        reference.assert_same_bits(x, np.float32(y))
 
 
 MISALIGNED = {
@@ -186,13 +193,13 @@ MISALIGNED = {
 )
 def test_shards_that_would_cut_a_scale_block(axis_type, shape, lhs_spec, rhs_spec, out_spec):
     on = on_mesh(axis_type)
-    operands, expected = unsharded_vjp(*shape, matmul, normal)
+    operands, expected = true_vjp(*shape, normal, pow2=False)
     sharding = NamedSharding(on, out_spec) if axis_type == EXPLICIT else None
-    product = functools.partial(matmul, out_sharding=sharding)
+    cut_matmul = functools.partial(matmul, out_sharding=sharding)
     cut = place(on, operands, (lhs_spec, rhs_spec, out_spec))
-    results = jax.jit(functools.partial(vjp, product))(*cut)
+    results = jax.jit(functools.partial(vjp, cut_matmul))(*cut)
     for x, y in zip(results, expected, strict=True):
-        # Sums in another order; other scale blocks would be off by more than 1e-7.
+        # f32 sums; other scale blocks would be off by more than 1e-7.
         assert reference.calc_diff(x, y) < 1e-9
 
 
@@ -214,8 +221,8 @@ def test_scales_that_shards_would_share(axis_type):
 def test_k_cut_of_random_data():
     lhs, rhs = normal(M, K), normal(K, N, seed=1)
     cut = place(on_mesh(AUTO), (lhs, rhs), (P(None, "x"), P("x")))
-    expected = np.asarray(matmul(lhs, rhs))
-    # f32 partial sums, added in another order than on one device.
+    (expected,) = reference.matmul_vjp(lhs, rhs)
+    # f32 partial sums.
     bound = 2e-6 * np.abs(expected).max()
     np.testing.assert_allclose(np.asarray(jax.jit(matmul)(*cut)), expected, rtol=0, atol=bound)
 
