@@ -22,7 +22,8 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 @functools.cache
 def operands():
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (K, N)))
+    # NumPy's: of arrays that lie on a device, JAX compiles a program to cut them.
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in ((M, K), (K, N)))
 
 
 def loss(lhs, rhs):
