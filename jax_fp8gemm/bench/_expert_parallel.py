@@ -86,7 +86,9 @@ def expert_parallel_call(
 
     options: of moe_layer.
     """
-    layer = functools.partial(moe.moe_layer, top_k=mixture.top_k, mesh=mesh, **options)
+    if "expert_axis" in options:
+        options["mesh"] = mesh
+    layer = functools.partial(moe.moe_layer, top_k=mixture.top_k, **options)
     step = functools.partial(_forward_backward, layer)
     return step_call(step, None, *_operands(mixture, mesh), max_repeat=max_repeat)
 
