@@ -1,7 +1,7 @@
 """Expert-parallel layers under jit: what is cut how, and weights that are gathered as FP8.
 
 Along the axes of the mesh that are not the experts', weights may be sharded too: they are then
-quantised where they live, gathered as FP8, and their gradients summed in f32.
+quantised where they live, gathered as FP8, and their gradients summed in the recipe's reduce_dtype.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward
 from jax_fp8gemm._experts import weights_both_ways
+from jax_fp8gemm._matmul_spec import MatmulSpec
 from jax_fp8gemm._scaled_array import ScaledArray
-
-_F32 = jnp.dtype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,8 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Ar
     tokens, experts = layout.tokens, layout.experts
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
     products = spec.into, spec.down
-    f32 = lambda product: product if product.rhs_dtype is None else replace(product, rhs_dtype=_F32)
-    spec = replace(spec, into=f32(spec.into), down=f32(spec.down)) if summed else spec
+    if summed:
+        spec = replace(spec, into=_with_partial_sums(spec.into), down=_with_partial_sums(spec.down))
 
     def run(residuals, w, dout):
         dx, dweights, *drhs = backward(spec, residuals, w, dout)
@@ -142,6 +141,12 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Ar
 
 
 _expert_mlp.defvjp(_fwd, _bwd)
+
+
+def _with_partial_sums(product: MatmulSpec) -> MatmulSpec:
+    """The product with gradients of rhs in the dtype in which devices add them."""
+    has_gradient = product.rhs_dtype is not None
+    return replace(product, rhs_dtype=product.reduce_dtype) if has_gradient else product
 
 
 def _lie(x: Any, sharding: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,7 +114,8 @@ def expert_parallel(
     """The layer on one device's tokens and experts, in a shard_map over the axes `names`.
 
     Args:
-      layer: of the experts of one device on whatever tokens, where the tokens do not travel as FP8.
+      layer: of the experts of one device on whatever tokens, where the tokens do not travel as FP8;
+        takes max_rows, of all its experts together.
       operands: x (t, d); indices, weights (t, top_k); w_gate_up, w_down.
       capacity: choices that an expert takes from a device, None: all.
     """
@@ -137,7 +139,8 @@ def expert_parallel(
     # Derivatives pass through the exchange here, and it through one turn only.
     max_slots = x.shape[0] if capacity is None else experts * capacity
     how_sent = make_exchange(exchange, axis, **sizes, max_slots=max_slots)
-    return unquantised_exchange(how_sent, layer, *operands)
+    max_rows = None if capacity is None else sizes["size"] * experts * capacity
+    return unquantised_exchange(how_sent, partial(layer, max_rows=max_rows), *operands)
 
 
 def expert_parallel_on_mesh(

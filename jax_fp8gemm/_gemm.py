@@ -69,15 +69,20 @@ def gemm(
     out_dtype: Any,
     implementation: Implementation = None,
     accum: jax.Array | None = None,
+    reduce_dtype: Any = jnp.float32,
 ) -> jax.Array:
     """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
-    as rhs has after the first, the last of whole scale blocks."""
+    as rhs has after the first, the last of whole scale blocks.
+
+    reduce_dtype: of the partial sums that devices add where a mesh cuts k.
+    """
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
     operands += [] if accum is None else [accum]
     params: dict[str, Any] = dict(
         num_k_dims=rhs.ndim - 1,
         is_1d1d=rhs.block == (1, 128),
         out_dtype=jnp.dtype(out_dtype),
+        reduce_dtype=jnp.dtype(reduce_dtype),
     )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = lambda: result_specs(partition_rule(*operands, **params), operands)

@@ -33,7 +33,7 @@ from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
 _BLOCK = _checks.SCALE_BLOCK
 
 
-def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype):
     shapes = _matrix_shapes(operands, num_k_dims)
     matrices = [
         jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
@@ -138,7 +138,7 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
 def _folded(run):
     """`run`, a product of matrices, for the operands of the primitive."""
 
-    def run_folded(*operands, num_k_dims: int, **params):
+    def run_folded(*operands, num_k_dims: int, reduce_dtype, **params):
         lhs, rhs = operands[0], operands[2]
         num_batch_dims = _num_batch_dims(rhs, num_k_dims)
         batch = [math.prod(lhs.shape[:num_batch_dims])] if num_batch_dims else []
@@ -183,7 +183,9 @@ def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
     return [out.reshape(*rows, size, n)], [len(rows)]
 
 
-def partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> PartitionRule:
+def partition_rule(
+    *operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype
+) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
     num_batch_dims = _num_batch_dims(rhs, num_k_dims)
     several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
@@ -197,10 +199,10 @@ def partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> Part
 
 
 def _run_shard(run, *operands, shards: Shards, out_dtype, **params):
-    """Sums over the mesh in f32, before anything is added or rounded."""
+    """Sums over the mesh in params["reduce_dtype"], before anything is added or rounded."""
     if not shards.is_summed:
         return run(*operands, out_dtype=out_dtype, **params)
-    (part,) = run(*operands[:4], out_dtype=jnp.dtype(jnp.float32), **params)
+    (part,) = run(*operands[:4], out_dtype=params["reduce_dtype"], **params)
     total = shards.reduce(part)
     for x in operands[4:]:
         total = x + total

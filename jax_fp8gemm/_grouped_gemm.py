@@ -92,18 +92,22 @@ def grouped_gemm(
     first_row: jax.Array,
     out_dtype: Any,
     implementation: Implementation = None,
+    reduce_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,)."""
+    """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,).
+
+    reduce_dtype: of the partial sums that devices add where a mesh cuts k, or g.
+    """
     sizes = _groups.as_int32(group_sizes)
     operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
-    params = dict(out_dtype=jnp.dtype(out_dtype))
+    params = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
     out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands)
     run = partial(grouped_gemm_p, implementation=implementation, **params)
     return with_auto_axes(run, operands, out_specs)[0]
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
     op = "grouped_gemm"
     _checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
     _checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
@@ -113,9 +117,10 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
-def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
     if lhs.ndim == 3:
-        one = lambda xs: _reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
+        params = dict(out_dtype=out_dtype, reduce_dtype=reduce_dtype)
+        one = lambda xs: _reference(*xs, first_row=first_row, **params)[0]
         return [
             lax.map(one, (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None]))
         ]
@@ -136,7 +141,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
     return [out.astype(out_dtype)]
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
     """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads and slices the result."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
     if 0 in (*batch, n, k):
@@ -177,7 +182,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     return [out[:, :n].reshape(*batch, n)]
 
 
-def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
+def _partition_rule(lhs, *_, out_dtype, reduce_dtype) -> PartitionRule:
     blocks = {"k": _BLOCK, "n": _BLOCK}
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
@@ -187,21 +192,20 @@ def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
 
-def _run_shard(
-    run, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, shards: Shards, out_dtype
-):
+def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
     """Multiplies a device's rows by its groups' matrices; of other groups it has no rows."""
-    m, g = lhs.shape[-2], rhs.shape[0]
+    *matrices, group_sizes, first_row = operands
+    m, g = operands[0].shape[-2], operands[2].shape[0]
     row = shards.index("t") * m
-    if lhs.ndim == 3:
+    if operands[0].ndim == 3:
         sizes = jnp.clip(group_sizes - row, 0, m)
     else:
         ranges = _groups.row_ranges(group_sizes, first_row, shards.count("t") * m)
         own = lambda x: lax.dynamic_slice_in_dim(x, shards.index("g") * g, g)
         starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
         sizes, first_row = ends - starts, starts[:1]
-    dtype = jnp.dtype(jnp.float32) if shards.is_summed else out_dtype
-    (out,) = run(lhs, lhs_scale, rhs, rhs_scale, sizes, first_row, out_dtype=dtype)
+    dtype = reduce_dtype if shards.is_summed else out_dtype
+    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, reduce_dtype=reduce_dtype)
     return [shards.reduce(out).astype(out_dtype)]
 
 

@@ -83,7 +83,8 @@ def matmul(
     On a mesh, under jit, each device multiplies its shards where they hold whole scale blocks: 128
     of k, of n, and for gradients of m; batch dimensions may be cut anywhere. An operand is gathered
     along a dimension where they do not, and, in FP8, along one whose mesh axis cuts another
-    dimension of the product. Where k is sharded, f32 partial sums are added.
+    dimension of the product. Where k is sharded, partial sums are added, in f32 unless the recipe
+    says otherwise.
 
     The backward pass keeps lhs quantised along m ("fp8gemm_lhs"; lhs itself with wgrad="bf16") and
     rhs ("fp8gemm_rhs"), named for jax.checkpoint_policies.save_only_these_names, as is the result
@@ -211,7 +212,8 @@ def _with_whole_blocks(x: jax.Array) -> jax.Array:
 
 def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
-    return gemm(lhs, rhs, kernel_dtype(dtype), spec.implementation).astype(dtype)
+    how = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    return gemm(lhs, rhs, kernel_dtype(dtype), **how).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:

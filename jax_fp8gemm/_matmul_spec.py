@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._quantize import Implementation
-from jax_fp8gemm._recipe import DTYPES, Recipe
+from jax_fp8gemm._recipe import DTYPES, REDUCE_DTYPES, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
@@ -28,6 +28,11 @@ class MatmulSpec:
     rhs_dtype: Any
     out_dtype: Any
     implementation: Implementation
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """Of the partial sums that devices add."""
+        return REDUCE_DTYPES[self.recipe.reduce_dtype]
 
 
 def make_spec(

@@ -42,14 +42,20 @@ def local_layer(
     *,
     recipe: Recipe,
     implementation: Implementation,
+    max_rows: int | None = None,
 ) -> jax.Array:
-    """unpermute(moe_mlp(permute(x, indices)), weights), x (m, d), for operands that are checked."""
+    """unpermute(moe_mlp(permute(x, indices)), weights), x (m, d), for operands that are checked.
+
+    max_rows: that the indices make at most, if they make fewer than all.
+    """
     op = "moe_layer"
     specs = make_specs(op, x, w_gate_up, w_down, recipe, implementation)
     if not is_fused(recipe):
         rows, group_sizes, order = permute(x, indices, w_gate_up.shape[0])
         run = partial(moe_mlp, recipe=recipe, implementation=implementation)
-        return unpermute(run(rows, w_gate_up, w_down, group_sizes), order, weights)
+        out = run(rows[:max_rows], w_gate_up, w_down, group_sizes)
+        out = jnp.pad(out, ((0, rows.shape[0] - out.shape[0]), (0, 0)))
+        return unpermute(out, order, weights)
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
     tokens = [replicate(a) for a in (x, weights, indices)]

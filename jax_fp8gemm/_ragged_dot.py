@@ -88,8 +88,9 @@ def ragged_dot(
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
     On a mesh, under jit, each device multiplies its shards, as in matmul; rows are cut anywhere.
-    Where k is sharded, or g, f32 partial sums are added. For the gradient of rhs a device trades
-    its rows for columns of all rows, so that the scale blocks stay those of one device.
+    Where k is sharded, or g, partial sums are added, in f32 unless the recipe says otherwise. For
+    the gradient of rhs a device trades its rows for columns of all rows, so that the scale blocks
+    stay those of one device.
 
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
@@ -213,8 +214,8 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 def gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
     """grouped_gemm with a result of any float dtype: f16 by way of f32."""
-    out = grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), spec.implementation)
-    return out.astype(dtype)
+    how = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    return grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), **how).astype(dtype)
 
 
 def wgrad_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 Format = Literal["e4m3", "e5m2"]
 DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
+REDUCE_DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Recipe:
       pow2_scale: round every scale up to a power of two.
       wgrad: "fp8", the gradient of rhs from lhs and dout quantised along m; "bf16", from both in
         bf16, with the bf16 or f32 lhs as residual.
+      reduce_dtype: of the partial sums that devices add where a mesh cuts the contraction of a
+        quantised product: "f32", or "bf16", to which each device then rounds its own: half the
+        bytes. On one device it has no effect.
     Raises:
       ValueError: a field outside the values above.
     """
@@ -36,6 +40,7 @@ class Recipe:
     rhs_block: tuple[int, int] = (128, 128)
     pow2_scale: bool = False
     wgrad: Literal["fp8", "bf16"] = "fp8"
+    reduce_dtype: Literal["f32", "bf16"] = "f32"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -45,6 +50,7 @@ class Recipe:
             "rhs_block": ((128, 128),),
             "pow2_scale": (False, True),
             "wgrad": ("fp8", "bf16"),
+            "reduce_dtype": ("f32", "bf16"),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:

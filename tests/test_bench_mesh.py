@@ -1,5 +1,6 @@
 """The benchmarks on all GPUs: the bytes that a program moves, and that they run."""
 
+import dataclasses
 import json
 
 import jax
@@ -96,11 +97,12 @@ def test_layers_in_a_scan_train_as_in_bf16(two_devices):
 def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
     monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
-    monkeypatch.setattr(_cli, "STACKS", (TINY,))
+    monkeypatch.setattr(_cli, "STACKS", (TINY, dataclasses.replace(TINY, sums="bf16")))
     file = tmp_path / "fsdp.json"
     assert bench.main(["fsdp", "--no-peers", "--repeat", "1", "--json", str(file)]) == 0
-    (row,) = json.loads(file.read_text())["rows"]
+    row, in_bf16 = json.loads(file.read_text())["rows"]
     assert row["name"] == "tiny" and row["gpus"] == 2 and row["timer"] == "wall"
+    assert row["sums"] == "f32" and in_bf16["sums"] == "bf16"
     assert row["us"] > 0 and row["peers"] == {}
     # Of the first layer gate and up are not read backward, down is. The gradients are f32 sums.
     moved = row["moved_bytes"]
@@ -108,8 +110,8 @@ def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, cap
     assert moved["reduce-scatter f32"] == 4 * TINY.num_weights
     assert row["peak_bytes"] > 20 * TINY.num_weights // 2
     printed = capsys.readouterr().out
-    assert "peak memory of tiny (tokens=128, mode=unrolled), GB: ours 0.0" in printed
-    assert "moved by tiny (tokens=128, mode=unrolled), GB: ours [" in printed
+    assert "peak memory of tiny (tokens=128, mode=unrolled, sums=f32), GB: ours 0.0" in printed
+    assert "moved by tiny (tokens=128, mode=unrolled, sums=bf16), GB: ours [" in printed
 
 
 def test_work_of_a_mixture():
@@ -122,7 +124,8 @@ def test_work_of_a_mixture():
     assert first.work.num_bytes == 2 * (4 * 64 * 128 + 2 * weights)
 
 
-def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices):
+def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypatch):
+    monkeypatch.setattr(_expert_parallel, "_LAX_CAPACITY", 2.0)  # for so few tokens
     first, *_ = _expert_parallel.expert_parallel_cases(MIXTURE)
     ours, in_bf16 = first.build(), first.peers["lax_ragged_dot"]()
     results, bf16_results = ours.run(), in_bf16.run()

@@ -1,5 +1,6 @@
 """moe_layer with its experts along a mesh axis, against all experts of all tokens in float64."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -222,6 +223,28 @@ def test_a_capacity_keeps_the_first_choices_of_each_device():
     for name in ("all_gather", "all_to_all"):
         limited = jax.jit(functools.partial(layer, exchange=name))
         reference.assert_same_bits(limited(x, (indices, probs), *weights), expected)
+
+
+def test_a_capacity_in_bf16_holds_fewer_rows():
+    layer = functools.partial(moe_layer, expert_axis="x", mesh=auto_mesh(4), capacity_factor=2.5)
+    run = jax.jit(functools.partial(vjp, functools.partial(layer, recipe=BF16)))
+    compiled = run.lower(*problem()).compile()
+    # Of all choices, M * TOP_K, what two experts take of each device.
+    rows = 4 * (E // 4) * int(np.ceil(2.5 * M // 4 * TOP_K / E))
+    assert rows == 80 and f"f32[80,{2 * F}]" in compiled.as_text()
+    assert_close(compiled(*problem()), truth(), TOLERANCE[BF16])
+
+
+def test_gradients_of_weights_are_added_in_the_dtype_of_the_recipe():
+    """Over the axis that cuts the tokens but not the experts."""
+    where = dict(shape=(4, 2), expert_axis="y")
+    sums = dataclasses.replace(DEEPSEEK_V3, reduce_dtype="bf16")
+    in_f32, in_bf16 = (program(**where, recipe=r)(*problem()) for r in (DEEPSEEK_V3, sums))
+    jax.tree.map(reference.assert_same_bits, in_bf16[:3], in_f32[:3])
+    for found, expected in zip(in_bf16[3:], in_f32[3:], strict=True):
+        assert not np.array_equal(found, expected)
+        # Each of four is rounded to 8 bits, and so is the sum.
+        np.testing.assert_allclose(found, expected, atol=2**-7 * np.abs(expected).max())
 
 
 def test_tokens_of_no_expert_are_zero_and_so_are_their_gradients():

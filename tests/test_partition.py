@@ -121,6 +121,29 @@ def test_product(axis_type, name):
     reference.assert_same_bits(out, product(*operands))
 
 
+def in_bf16_sums(lhs, rhs):
+    """The product by two devices that each round the sum over their half of k."""
+    halves = np.split(np.asarray(lhs), 2, axis=1), np.split(np.asarray(rhs), 2)
+    total = sum(
+        product(*half).astype(jnp.bfloat16).astype(np.float32) for half in zip(*halves, strict=True)
+    )
+    return total.astype(jnp.bfloat16).astype(np.float32)
+
+
+def test_partial_sums_are_rounded_where_the_recipe_says_so():
+    lhs, rhs, dout = exact(M, K), exact(K, N, seed=1), exact(M, N, seed=2)
+    sums = Recipe(pow2_scale=True, reduce_dtype="bf16")
+    on = mesh(AUTO, shape=(2,))
+    multiply = functools.partial(exact_matmul, recipe=sums)
+    _, out = compile_and_run(multiply, *place(on, (lhs, rhs), (P(None, "x"), P("x"))))
+    assert not np.array_equal(out, product(lhs, rhs))
+    reference.assert_same_bits(out, in_bf16_sums(lhs, rhs))
+    # Of the gradient of rhs those of rows.
+    placed = place(on, (lhs, rhs, dout), (P("x"), P(), P("x")))
+    _, (_, _, drhs) = compile_and_run(functools.partial(vjp, multiply), *placed)
+    reference.assert_same_bits(drhs, in_bf16_sums(lhs.T, dout))
+
+
 def vjp(product, lhs, rhs, dout):
     """out, dlhs, drhs"""
     out, pullback = jax.vjp(product, lhs, rhs)

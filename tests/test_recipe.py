@@ -9,7 +9,9 @@ from jax_fp8gemm import BF16, DEEPSEEK_V3, HYBRID, Recipe
 
 
 def test_presets():
-    assert DEEPSEEK_V3 == Recipe(fwd="e4m3", bwd="e4m3", pow2_scale=False, wgrad="fp8")
+    assert DEEPSEEK_V3 == Recipe(
+        fwd="e4m3", bwd="e4m3", pow2_scale=False, wgrad="fp8", reduce_dtype="f32"
+    )
     assert (HYBRID.fwd, HYBRID.bwd) == ("e4m3", "e5m2")
     assert DEEPSEEK_V3.is_fp8 and HYBRID.is_fp8 and not BF16.is_fp8
 
@@ -29,6 +31,7 @@ def test_is_frozen_and_hashable():
         ("rhs_block", (1, 128), "(128, 128)"),
         ("pow2_scale", "yes", "False or True"),
         ("wgrad", "f32", "'fp8' or 'bf16'"),
+        ("reduce_dtype", "float32", "'f32' or 'bf16'"),
     ],
 )
 def test_unsupported_values_are_named(field, value, expected):

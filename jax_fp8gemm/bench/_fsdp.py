@@ -7,7 +7,7 @@ and Adam. Weights are bf16, its two moments f32.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ _LEARNING_RATE, _DECAYS, _EPSILON = 1e-4, (0.9, 0.95), 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Layers one after another. tokens: of each GPU. loop: "unrolled", or "scan" over layers."""
+    """Layers one after another.
+
+    Attributes:
+      tokens: of each GPU.
+      loop: "unrolled", or "scan" over layers.
+      sums: the Recipe's reduce_dtype, in which our gradients are added.
+    """
 
     name: str
     num_layers: int
@@ -34,6 +40,7 @@ class Stack:
     inter: int
     tokens: int
     loop: str
+    sums: Literal["f32", "bf16"] = "f32"
 
     @property
     def num_weights(self) -> int:
@@ -47,9 +54,10 @@ class Stack:
 
 
 STACKS = tuple(
-    Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop)
+    Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop, sums)
     for loop in ("unrolled", "scan")
     for tokens in (8192, 4096)
+    for sums in ("f32", "bf16")
 )
 
 
@@ -65,6 +73,8 @@ class State(NamedTuple):
 def fsdp_case(stack: Stack) -> Case:
     """Our step beside the same with XLA's products in bf16. Figures are those of one GPU."""
     s, num_devices = stack, local_mesh().size
+    recipe = jax_fp8gemm.Recipe(reduce_dtype=s.sums)
+    ours = functools.partial(jax_fp8gemm.matmul, recipe=recipe)
     # The shards of weights and moments, read and written once; tokens in, and what they shall be.
     num_bytes = 20 * s.num_weights // num_devices + 4 * s.tokens * s.hidden
     return Case(
@@ -75,11 +85,12 @@ def fsdp_case(stack: Stack) -> Case:
             hidden=s.hidden,
             inter=s.inter,
             mode=s.loop,
+            sums=s.sums,
         ),
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, num_bytes),
         config="",
-        build=lambda: fsdp_call(stack, jax_fp8gemm.matmul),
+        build=lambda: fsdp_call(stack, ours),
         peers={"xla_bf16": lambda: fsdp_call(stack, jnp.matmul)},
     )
 

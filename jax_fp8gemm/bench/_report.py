@@ -17,7 +17,7 @@ _PACKAGES = (
     *("nvidia-cuda-nvrtc", "nvidia-cublas", "torch", "deep_gemm", "tokamax"),
 )
 
-_TEXT_LABELS = ("mode", "layer", "name")  # columns of words; the others hold numbers
+_TEXT_LABELS = ("mode", "sums", "layer", "name")  # columns of words; the others hold numbers
 
 
 @dataclasses.dataclass(frozen=True)
