@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
@@ -58,6 +59,11 @@ def define_primitive(
     """
     op = name.removeprefix("jax_fp8gemm_")
 
+    def kernel(*operands, **params):
+        # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
+        # scan does with residuals, and runs it a second time for whatever else reads the result.
+        return lax.optimization_barrier(ffi_call(*operands, **params))
+
     def abstract_eval(*avals, implementation, **params):
         varying = {aval.manual_axis_type.varying for aval in avals}
         assert len(varying) == 1, f"{op}: operands vary over {varying}; bind() makes them agree"
@@ -71,7 +77,7 @@ def define_primitive(
         rule = partition_rule(*ctx.avals_in, **params)
         local = run_shard and partial(run_shard, run, **params)
         function = partitioned(partial(run, **params), rule, local)
-        tagged = lambda *xs: tag(function(*xs), name, run is ffi_call, params)
+        tagged = lambda *xs: tag(function(*xs), name, run is kernel, params)
         return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(lower, ctx, *operands, implementation, **params):
@@ -83,7 +89,7 @@ def define_primitive(
         reason = None if implementation == "xla" else _unusable_reason()
         if reason is not None:
             _fall_back(op, implementation, reason)
-        run = reference if implementation == "xla" or reason is not None else ffi_call
+        run = reference if implementation == "xla" or reason is not None else kernel
         return lower(run, ctx, *operands, **params)
 
     def batch(operands, dims, **params):

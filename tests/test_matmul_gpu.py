@@ -94,6 +94,15 @@ def test_the_kernels_run_all_three_products():
     assert "dot_general" not in text
 
 
+def test_a_scan_runs_each_product_once():
+    """Whose result is read by the layer and kept for its backward pass."""
+    layer = lambda x, w: (jnp.sin(matmul(x, w)), None)
+    loss = lambda x, weights: jnp.sum(jax.lax.scan(layer, x, weights)[0], dtype=jnp.float32)
+    operands = jnp.ones((256, 256), jnp.bfloat16), jnp.ones((4, 256, 256), jnp.bfloat16)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*operands).compile()
+    assert compiled.as_text().count('custom_call_target="jax_fp8gemm_gemm"') == 3
+
+
 @pytest.mark.parametrize("with_transpose", [False, True])
 def test_weights_quantised_once_give_the_same_bits(with_transpose):
     lhs, rhs, dout = _data(4, 200, 256, 384, jnp.bfloat16)
