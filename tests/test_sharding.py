@@ -118,18 +118,31 @@ PRODUCTS = {
         rhs, rhs, jnp.array([K], jnp.int32), RAGGED_ROWS, **kwargs
     ),
 }
-ON = {"auto": mesh(AUTO), "explicit": mesh(EXPLICIT), "both": mesh(EXPLICIT, AUTO, shape=(2, 2))}
+AXIS_TYPES = {"auto": (AUTO,), "explicit": (EXPLICIT,), "both": (EXPLICIT, AUTO)}
+
+
+@functools.cache
+def mesh_of(name):
+    axis_types = AXIS_TYPES[name]
+    return mesh(*axis_types, shape=(4,) if len(axis_types) == 1 else (2, 2))
+
+
+def named(name, spec):
+    """What makes the sharding: there may be too few devices for it."""
+    return lambda: NamedSharding(mesh_of(name), spec)
+
+
 BAD_OUT_SHARDINGS = [
     (None, P(), ValueError, "a NamedSharding where there is no mesh of jax.set_mesh; got P"),
     (None, P("x"), ValueError, "a NamedSharding where there is no mesh of jax.set_mesh; got P"),
     (None, "x", TypeError, "a PartitionSpec or a NamedSharding; got 'x'"),
-    (None, NamedSharding(ON["auto"], P("x")), ValueError, "name Explicit axes .*with_sharding_c"),
-    (None, NamedSharding(ON["explicit"], P("x")), ValueError, r"name Explicit axes .*, axes \(\)"),
+    (None, named("auto", P("x")), ValueError, "name Explicit axes .*with_sharding_c"),
+    (None, named("explicit", P("x")), ValueError, r"name Explicit axes .*, axes \(\)"),
     ("auto", P("x"), ValueError, "name Explicit axes .*with_sharding_constraint"),
-    ("auto", NamedSharding(ON["auto"], P("x")), ValueError, "name Explicit axes"),
+    ("auto", named("auto", P("x")), ValueError, "name Explicit axes"),
     ("explicit", P("z"), ValueError, r"name Explicit axes of .*; got P\('z',\), axes \('x',\)"),
     ("explicit", P("x", "x"), ValueError, r"each once; got P\('x', 'x'\), axes \('x',\)"),
-    ("explicit", NamedSharding(ON["auto"], P()), ValueError, "be over the operands' mesh; got"),
+    ("explicit", named("auto", P()), ValueError, "be over the operands' mesh; got"),
     ("both", P("y"), ValueError, r"name Explicit axes of .*; got P\('y',\), axes \('x',\)"),
     ("both", P(P.UNCONSTRAINED), ValueError, "name Explicit axes"),
 ]
@@ -138,19 +151,21 @@ BAD_OUT_SHARDINGS = [
 @pytest.mark.parametrize("op", PRODUCTS)
 @pytest.mark.parametrize("on, out_sharding, error, message", BAD_OUT_SHARDINGS)
 def test_no_out_sharding_is_ignored(op, on, out_sharding, error, message):
+    if callable(out_sharding):
+        out_sharding = out_sharding()
     function = lambda *args: PRODUCTS[op](*args, out_sharding=out_sharding)
-    with jax.set_mesh(ON[on]) if on else contextlib.nullcontext():
+    with jax.set_mesh(mesh_of(on)) if on else contextlib.nullcontext():
         with raises(error, match=f"{op}: out_sharding must .*{message}"):
             jax.eval_shape(function, *operands())
 
 
 @pytest.mark.parametrize("op", PRODUCTS)
 @pytest.mark.parametrize("on, spec", [("auto", P()), ("explicit", P(None, "x")), ("both", P("x"))])
-@pytest.mark.parametrize("named", [False, True])
-def test_out_sharding_is_kept(op, on, spec, named):
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_out_sharding_is_kept(op, on, spec, has_mesh):
     spec = P(None, *spec) if op == "ragged_dot_general" else spec
-    with jax.set_mesh(ON[on]):
-        out_sharding = NamedSharding(ON[on], spec) if named else spec
+    with jax.set_mesh(mesh_of(on)):
+        out_sharding = NamedSharding(mesh_of(on), spec) if has_mesh else spec
         function = lambda *args: PRODUCTS[op](*args, out_sharding=out_sharding)
         out = jax.make_jaxpr(function)(*operands()).out_avals[0]
     assert out.sharding.spec == P(*spec, *(None,) * (out.ndim - len(spec)))
