@@ -15,7 +15,7 @@ from jax_fp8gemm._exchange import NAMES, AxisName, Exchange, Name, make_exchange
 from jax_fp8gemm._expert_mesh import MeshLayout, expert_mlp_on_mesh
 from jax_fp8gemm._expert_mlp import ExpertSpec, expert_mlp
 from jax_fp8gemm._matmul_spec import check_precision, kernel_dtype, make_spec
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import Recipe
 from jax_fp8gemm._scaled_array import ScaledArray

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_config
+from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import constant_like, define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive, map_batch
 
 _BLOCK = _checks.SCALE_BLOCK
 

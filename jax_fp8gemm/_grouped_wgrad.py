@@ -19,9 +19,10 @@ from jax import lax
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES
+from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import constant_like, define_primitive
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 

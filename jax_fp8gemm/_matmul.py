@@ -33,7 +33,7 @@ from jax_fp8gemm._matmul_spec import (
     quantize_args,
     spec_of,
 )
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize, rows_and_columns
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised

@@ -25,9 +25,9 @@ from jax_fp8gemm._experts import (
 from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._gather_quantize import gather_quantize
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
+from jax_fp8gemm._mesh_axes import match_varying, replicate
 from jax_fp8gemm._moe_mlp import is_fused, make_specs, moe_mlp
 from jax_fp8gemm._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
-from jax_fp8gemm._primitive import match_varying, replicate
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import Recipe
 from jax_fp8gemm._weights import without_gradient

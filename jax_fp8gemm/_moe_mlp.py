@@ -29,7 +29,7 @@ from jax_fp8gemm._matmul_spec import (
     name_residual,
     quantize_args,
 )
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import ragged_dot

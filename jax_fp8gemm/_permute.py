@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._groups import as_int32
-from jax_fp8gemm._primitive import match_varying, replicate
+from jax_fp8gemm._mesh_axes import match_varying, replicate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32

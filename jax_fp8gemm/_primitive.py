@@ -9,6 +9,7 @@ says what it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
 from jax_fp8gemm._cache_key import tag
+from jax_fp8gemm._mesh_axes import match_varying, replicate
 from jax_fp8gemm._partition import partitioned
 from jax_fp8gemm._partition_rule import PartitionRule
 
@@ -57,40 +59,13 @@ def define_primitive(
       bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
       mesh axes are replicated first, and all get the union of their varying manual axes.
     """
-    op = name.removeprefix("jax_fp8gemm_")
+    rules = _Rules(name, shape_rule, reference, ffi_call, dce_rule, partition_rule, run_shard)
 
-    def kernel(*operands, **params):
-        # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
-        # scan does with residuals, and runs it a second time for whatever else reads the result.
-        return lax.optimization_barrier(ffi_call(*operands, **params))
-
-    def abstract_eval(*avals, implementation, **params):
-        varying = {aval.manual_axis_type.varying for aval in avals}
-        assert len(varying) == 1, f"{op}: operands vary over {varying}; bind() makes them agree"
-        return [_like(avals[0], out) for out in shape_rule(*avals, **params)]
-
-    def lower_shards(run, ctx, *operands, **params):
-        return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
-
-    def lower_arrays(run, ctx, *operands, **params):
-        assert partition_rule is not None
-        rule = partition_rule(*ctx.avals_in, **params)
-        local = run_shard and partial(run_shard, run, **params)
-        function = partitioned(partial(run, **params), rule, local)
-        tagged = lambda *xs: tag(function(*xs), name, run is kernel, params)
-        return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
-
-    def lower_default(lower, ctx, *operands, implementation, **params):
-        if implementation != "xla":
-            _fall_back(op, implementation, f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU")
-        return lower(reference, ctx, *operands, **params)
-
-    def lower_cuda(lower, ctx, *operands, implementation, **params):
-        reason = None if implementation == "xla" else _unusable_reason()
-        if reason is not None:
-            _fall_back(op, implementation, reason)
-        run = reference if implementation == "xla" or reason is not None else kernel
-        return lower(run, ctx, *operands, **params)
+    def bind(*operands, implementation, **params):
+        operands = match_varying(*(replicate(x) for x in operands))
+        is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
+        primitive = on_shards if is_manual else on_arrays
+        return primitive.bind(*operands, implementation=implementation, **params)
 
     def batch(operands, dims, **params):
         operands = [replicate(x) for x in operands]
@@ -99,49 +74,99 @@ def define_primitive(
         results = map_batch(partial(bind, **params), operands, dims)
         return results, [0] * len(results)
 
-    def dce(used, eqn):
-        if not any(used):
-            return [False] * len(eqn.invars), None
-        if dce_rule is not None:
-            params, kept = dce_rule(used, **eqn.params)
-            eqn = eqn.replace(params=params, outvars=[eqn.outvars[i] for i in kept])
-        return [True] * len(eqn.invars), eqn
-
-    def no_jvp(primals, tangents, **params):
-        raise NotImplementedError(
-            f"{op}: matmul, dot_general, ragged_dot, ragged_dot_general, moe_mlp and moe_layer are "
-            f"differentiable once, in reverse mode, and {op} is not: FP8 values have no useful "
-            "tangents. Take no gradient of a gradient. Pass a product w itself rather than "
-            "quantize(w), or quantize jax.lax.stop_gradient(w)."
-        )
-
-    def make(lower):
-        primitive = Primitive(name)
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(abstract_eval)
-        primitive.def_impl(partial(xla.apply_primitive, primitive))
-        mlir.register_lowering(primitive, partial(lower_default, lower))
-        mlir.register_lowering(primitive, partial(lower_cuda, lower), platform="cuda")
-        batching.primitive_batchers[primitive] = batch
-        ad.primitive_jvps[primitive] = no_jvp
-        partial_eval.dce_rules[primitive] = dce
-        return primitive
-
     # Two, because what is partitioned cannot be lowered without devices, and in shard_map, where
     # the operands are shards, partitioning by the compiler may abort the process.
-    on_shards = on_arrays = make(lower_shards)
+    on_shards = on_arrays = _make(rules, rules.lower_shards, batch)
     if partition_rule is not None:
-        on_arrays = make(lower_arrays)
+        on_arrays = _make(rules, rules.lower_arrays, batch)
         # NOTE: there is no public way to say so, and an eager call fails without.
         dispatch.prim_requires_devices_during_lowering.add(on_arrays)
 
-    def bind(*operands, implementation, **params):
-        operands = match_varying(*(replicate(x) for x in operands))
-        is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
-        primitive = on_shards if is_manual else on_arrays
-        return primitive.bind(*operands, implementation=implementation, **params)
-
     return bind
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The arguments of define_primitive, and what JAX asks of a primitive by means of them."""
+
+    name: str
+    shape_rule: Callable[..., Any]
+    reference: Callable[..., Arrays]
+    ffi_call: Callable[..., Arrays]
+    dce_rule: Callable[..., Any] | None
+    partition_rule: Callable[..., PartitionRule] | None
+    run_shard: Callable[..., Arrays] | None
+
+    @property
+    def op(self) -> str:
+        return self.name.removeprefix("jax_fp8gemm_")
+
+    def kernel(self, *operands, **params):
+        # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
+        # scan does with residuals, and runs it a second time for whatever else reads the result.
+        return lax.optimization_barrier(self.ffi_call(*operands, **params))
+
+    def abstract_eval(self, *avals, implementation, **params):
+        varying = {aval.manual_axis_type.varying for aval in avals}
+        assert len(varying) == 1, (
+            f"{self.op}: operands vary over {varying}; bind() makes them agree"
+        )
+        return [_like(avals[0], out) for out in self.shape_rule(*avals, **params)]
+
+    def lower_shards(self, run, ctx, *operands, **params):
+        return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
+
+    def lower_arrays(self, run, ctx, *operands, **params):
+        assert self.partition_rule is not None
+        rule = self.partition_rule(*ctx.avals_in, **params)
+        local = self.run_shard and partial(self.run_shard, run, **params)
+        function = partitioned(partial(run, **params), rule, local)
+        is_kernel = run is not self.reference
+        tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
+        return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
+
+    def lower_default(self, lower, ctx, *operands, implementation, **params):
+        if implementation != "xla":
+            reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
+            _fall_back(self.op, implementation, reason)
+        return lower(self.reference, ctx, *operands, **params)
+
+    def lower_cuda(self, lower, ctx, *operands, implementation, **params):
+        reason = None if implementation == "xla" else _unusable_reason()
+        if reason is not None:
+            _fall_back(self.op, implementation, reason)
+        run = self.reference if implementation == "xla" or reason is not None else self.kernel
+        return lower(run, ctx, *operands, **params)
+
+    def dce(self, used, eqn):
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        if self.dce_rule is not None:
+            params, kept = self.dce_rule(used, **eqn.params)
+            eqn = eqn.replace(params=params, outvars=[eqn.outvars[i] for i in kept])
+        return [True] * len(eqn.invars), eqn
+
+    def jvp(self, primals, tangents, **params):
+        raise NotImplementedError(
+            f"{self.op}: matmul, dot_general, ragged_dot, ragged_dot_general, moe_mlp and "
+            f"moe_layer are differentiable once, in reverse mode, and {self.op} is not: FP8 values "
+            "have no useful tangents. Take no gradient of a gradient. Pass a product w itself "
+            "rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
+        )
+
+
+def _make(rules: _Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
+    """A primitive that is lowered by one of the rules' two ways."""
+    primitive = Primitive(rules.name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(rules.abstract_eval)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    mlir.register_lowering(primitive, partial(rules.lower_default, lower))
+    mlir.register_lowering(primitive, partial(rules.lower_cuda, lower), platform="cuda")
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = rules.jvp
+    partial_eval.dce_rules[primitive] = rules.dce
+    return primitive
 
 
 def _like(aval, out: jax.ShapeDtypeStruct):
@@ -172,32 +197,6 @@ def _fall_back(op: str, implementation: str | None, reason: str) -> None:
     _ffi.warn_once(reason)
 
 
-def replicate(x: jax.Array, from_dim: int = 0) -> jax.Array:
-    """`x` with no dimension from this one on sharded over an Explicit mesh axis."""
-    aval = jax.typeof(x)
-    spec = aval.sharding.spec
-    if all(axes is None for axes in spec[from_dim:]):
-        return x
-    kept = (*spec[:from_dim], *(None,) * (aval.ndim - from_dim))
-    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*kept)))
-
-
-def match_varying(*operands: Any) -> tuple[Any, ...]:
-    """Gives the arrays of all operands, pytrees, the union of their varying manual axes.
-
-    For shard_map with check_vma. Done before a custom_vjp, JAX then sums the cotangent of an
-    operand that did not vary.
-    """
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
-
-    def cast(x):
-        missing = union - varying(x)
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(cast, operands)
-
-
 def undifferentiable(x: jax.Array, message: str) -> jax.Array:
     """`x`; raises TypeError(message) where it is differentiated."""
     return _undifferentiable_p.bind(x, message=message)
@@ -213,11 +212,6 @@ _undifferentiable_p.def_impl(lambda x, *, message: x)
 mlir.register_lowering(_undifferentiable_p, lambda ctx, x, *, message: [x])
 batching.defvectorized(_undifferentiable_p)
 ad.primitive_jvps[_undifferentiable_p] = _raise_undifferentiable
-
-
-def constant_like(x: jax.Array, constant: jax.Array) -> jax.Array:
-    """`constant`, varying over the manual axes that `x` varies over: the start of a scan."""
-    return match_varying(constant, x)[0]
 
 
 def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int | None]) -> Any:

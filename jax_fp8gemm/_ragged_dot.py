@@ -33,7 +33,7 @@ from jax_fp8gemm._matmul_spec import (
     quantize_args,
     spec_of,
 )
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot

@@ -30,7 +30,7 @@ from jax_fp8gemm._matmul_spec import (
     quantize_args,
     spec_of,
 )
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as

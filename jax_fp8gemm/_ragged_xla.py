@@ -19,7 +19,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm import _groups
-from jax_fp8gemm._primitive import match_varying
+from jax_fp8gemm._mesh_axes import match_varying
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

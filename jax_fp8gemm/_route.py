@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._primitive import replicate
+from jax_fp8gemm._mesh_axes import replicate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32

@@ -26,13 +26,13 @@ from jax_fp8gemm._expert_parallel import (
     travels_as_fp8,
 )
 from jax_fp8gemm._groups import as_int32
+from jax_fp8gemm._mesh_axes import replicate
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
 from jax_fp8gemm._permute import limit
 from jax_fp8gemm._permute import permute as permute
 from jax_fp8gemm._permute import unpermute as unpermute
-from jax_fp8gemm._primitive import replicate
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._route import Scoring
