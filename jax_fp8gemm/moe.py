@@ -106,37 +106,31 @@ def moe_layer(
         indices, weights, _ = choose(router, w_gate_up.shape[0])
         return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
     names = axis_names(op, expert_axis, exchange)
+    how = dict(exchange=exchange, recipe=recipe, implementation=implementation)
+    return _spread(op, local, choose, operands, names, mesh, how).reshape(x.shape)
+
+
+def _spread(
+    op: str, local: Any, choose: Any, operands: Any, names: Any, mesh: Any, how: dict[str, Any]
+) -> jax.Array:
+    """The layer with its experts along the mesh axes `names`.
+
+    how: exchange, recipe, implementation.
+    """
 
     def on_device(tokens, router, w_gate_up, w_down):
         num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
         indices, weights, capacity = choose(router, num_experts)
-        return expert_parallel(
-            op,
-            local,
-            (tokens, indices, weights, w_gate_up, w_down),
-            names=names,
-            exchange=exchange,
-            capacity=capacity,
-            recipe=recipe,
-            implementation=implementation,
-        )
+        parts = tokens, indices, weights, w_gate_up, w_down
+        return expert_parallel(op, local, parts, names=names, capacity=capacity, **how)
 
     if is_manual(names):
-        return on_device(*operands).reshape(x.shape)
+        return on_device(*operands)
     layout = lay_out(op, operands, names, mesh)
-    if not travels_as_fp8(recipe):
-        specs = layout.tokens, layout.tokens, layout.experts, layout.experts
-        return layout.map(on_device, specs, layout.tokens)(*operands).reshape(x.shape)
-    out = expert_parallel_on_mesh(
-        op,
-        layout,
-        choose,
-        operands,
-        exchange=exchange,
-        recipe=recipe,
-        implementation=implementation,
-    )
-    return out.reshape(x.shape)
+    if travels_as_fp8(how["recipe"]):
+        return expert_parallel_on_mesh(op, layout, choose, operands, **how)
+    specs = layout.tokens, layout.tokens, layout.experts, layout.experts
+    return layout.map(on_device, specs, layout.tokens)(*operands)
 
 
 def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
