@@ -212,7 +212,7 @@ def _with_whole_blocks(x: jax.Array) -> jax.Array:
 
 def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
-    how = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
     return gemm(lhs, rhs, kernel_dtype(dtype), **how).astype(dtype)
 
 

@@ -214,7 +214,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 def gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
     """grouped_gemm with a result of any float dtype: f16 by way of f32."""
-    how = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
     return grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), **how).astype(dtype)
 
 
