@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from jax import lax
+from test_expert_parallel import vjp
 
 import jax_fp8gemm as jf
 from jax_fp8gemm import moe
@@ -65,13 +66,6 @@ def test_products_and_their_weight_gradient(model, routing):
         assert reference.calc_diff(gradient[i], x_columns @ dout_columns.T) < 1e-5
 
 
-def vjp(layer, indices, x, weights, w_gate_up, w_down, dout):
-    """The result, and the gradients of x, weights, w_gate_up and w_down."""
-    run = lambda x, weights, *experts: layer(x, (indices, weights), *experts)
-    out, pullback = jax.vjp(run, x, weights, w_gate_up, w_down)
-    return out, *pullback(dout)
-
-
 def dense(x, router, w_gate_up, w_down):
     """Every expert of every token, weighted, in f32."""
     indices, weights = router
@@ -104,12 +98,12 @@ def test_the_layer_and_its_gradients(model, routing):
     w_gate_up = normal(experts, hidden, 2 * inter, seed=4, scale=hidden**-0.5)
     w_down = normal(experts, inter, hidden, seed=5, scale=inter**-0.5)
     x, dout = normal(TOKENS, hidden), normal(TOKENS, hidden, seed=6)
-    operands = indices, x, weights, w_gate_up, w_down, dout
+    operands = x, indices, weights, w_gate_up, w_down, dout
     step = compiled_vjp(moe.moe_layer, operands)
     found = step(*operands)
     for again, first in zip(step(*operands), found, strict=True):
         gpu_cases.assert_same(again, first)
-    exact = indices, *(a.astype(jnp.float32) for a in operands[1:])
+    exact = [a if a is indices else a.astype(jnp.float32) for a in operands]
     # E4M3 keeps 4 bits, so an operand is off by 2.6 % (root mean square), in up to three products
     # in a row; calc_diff is half the square of that.
     for result, truth in zip(found, compiled_vjp(dense, exact)(*exact), strict=True):
