@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
-from jax_fp8gemm import _environment, _ffi, _kernels, _quantize_config
+from jax_fp8gemm import _environment, _ffi, _jit, _kernels, _quantize_config
 from jax_fp8gemm._backend_info import backend_info
-from jax_fp8gemm._ffi import CompileReport
+from jax_fp8gemm._jit import CompileReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _precompile(all_formats: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed."""
     gemm = _kernels.gemm_kernels(_ffi.num_sms(), all_formats=all_formats)
-    tasks = [partial(_ffi.compile_gemm, config) for config in gemm]
+    tasks = [partial(_jit.compile_gemm, config) for config in gemm]
     for e5m2, pow2_scale in _kernels.formats(all_formats):
         configs = _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
-        tasks += [partial(_ffi.compile_quantize, config) for config in configs]
+        tasks += [partial(_jit.compile_quantize, config) for config in configs]
     num_failed = num_cached = 0
     # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

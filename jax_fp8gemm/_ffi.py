@@ -1,18 +1,14 @@
 """The compiled extension: registers its FFI targets and says whether they can run here.
 
-The only module that knows the extension. Importing it opens neither the driver nor NVRTC, so it
+The only module that imports the extension. Importing it opens neither the driver nor NVRTC, so it
 works on any machine; `unavailable_reason` opens both, once.
 """
 
 import functools
 import os
 import re
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
 
 import jax
 import jax.export
@@ -53,23 +49,6 @@ _DEFAULT_NUM_SMS = 132
 
 class FallbackWarning(RuntimeWarning):
     """The reference runs where the CUDA kernels could have been expected; the message says why."""
-
-
-@dataclass(frozen=True)
-class CompileReport:
-    """What compiling one kernel took and gave.
-
-    `cached`: it came from the disk cache. `seconds`: duration of this call. `spill_bytes`: spill
-    stores and loads. `warnings`: lines of the ptxas log that report lost performance.
-    """
-
-    name: str
-    cached: bool
-    seconds: float
-    registers: int
-    spill_bytes: int
-    warnings: tuple[str, ...]
-    cubin_bytes: int
 
 
 def _configure(cache_dir: str) -> None:
@@ -152,12 +131,12 @@ def unavailable_reason() -> str | None:
     """Why the CUDA kernels cannot run on this machine, or None if they can."""
     reason = _extension_fault() or _device_fault() or _nvrtc_fault()
     if reason is None:
-        _check_cache_dir()
+        check_cache_dir()
     return reason
 
 
 @functools.cache
-def _check_cache_dir() -> None:
+def check_cache_dir() -> None:
     """Makes the cache folder; warns and goes on without one if it cannot be written."""
     if not (cache_dir := _environment.cache_dir()):
         return
@@ -208,47 +187,8 @@ def register() -> None:
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
 
 
-# Compiling without XLA
-
-
-def _compile(compile_kernel: Callable[[], Mapping[str, Any]]) -> CompileReport:
-    _check_cache_dir()
-    start = time.perf_counter()
-    report = compile_kernel()
-    seconds = time.perf_counter() - start
-    lines = report["log"].splitlines()
-    return CompileReport(
-        name=report["name"],
-        cached=report["from_disk"],
-        seconds=seconds,
-        registers=report["registers"],
-        spill_bytes=report["spill_bytes"],
-        # C75xx: setmaxnreg ignored, wgmma serialised.
-        warnings=tuple(x.strip() for x in lines if re.search(r"\bC75\d\d\b|\bwarning\b", x)),
-        cubin_bytes=report["cubin_bytes"],
-    )
-
-
-def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
-    """Compiles the GEMM kernel of a config (`TileConfig.attributes`), or finds it in the cache.
-
-    Needs NVRTC, but no GPU.
-
-    Raises:
-      ValueError: no kernel can have this config.
-      RuntimeError: no NVRTC, or the kernel does not compile; carries NVRTC's log.
-    """
-    ext = _require_ext()
-    return _compile(lambda: ext.compile_gemm(dict(config)))
-
-
-def compile_quantize(config: Mapping[str, SupportsIndex]) -> CompileReport:
-    """As `compile_gemm`, for the quantise kernel of a config (`_quantize_config.attributes`)."""
-    ext = _require_ext()
-    return _compile(lambda: ext.compile_quantize(dict(config)))
-
-
-def _require_ext():
+def extension():
+    """The extension; RuntimeError with the reason where it cannot be imported."""
     if _ext is None:
         raise RuntimeError(f"jax_fp8gemm: {_extension_fault()}")
     return _ext
@@ -261,23 +201,23 @@ def gpu_names() -> list[str]:
     """One "name (sm90, 132 SMs)" for each GPU that the driver shows."""
     return [
         "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
-        for d in _require_ext().device_info()["devices"]
+        for d in extension().device_info()["devices"]
     ]
 
 
 def driver_cuda_version() -> tuple[int, int]:
     """The newest CUDA version that the driver supports."""
-    return _require_ext().device_info()["cuda_version"]
+    return extension().device_info()["cuda_version"]
 
 
 def nvrtc() -> tuple[str, int, int]:
     """Path, major and minor version of NVRTC."""
-    return _require_ext().nvrtc_info()
+    return extension().nvrtc_info()
 
 
 def api_versions() -> tuple[tuple[int, int], tuple[int, int]]:
     """FFI API version of the extension, and of this jaxlib."""
-    ext = _require_ext()
+    ext = extension()
     return (ext.XLA_FFI_API_MAJOR, ext.XLA_FFI_API_MINOR), _runtime_api()
 
 

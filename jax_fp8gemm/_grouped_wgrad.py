@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm import _checks, _ffi, _groups, _tile_config
+from jax_fp8gemm import _checks, _ffi, _groups, _tile_choice, _tile_config
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES
 from jax_fp8gemm._mesh_axes import constant_like
@@ -155,7 +155,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
     how = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
     num_sms = _ffi.num_sms()
-    config = _tile_config.choose_grouped(m, n, t, g, **how, num_sms=num_sms).attributes(
+    config = _tile_choice.choose_grouped(m, n, t, g, **how, num_sms=num_sms).attributes(
         **how,
         lhs_e5m2=is_e5m2(lhs),
         rhs_e5m2=is_e5m2(rhs),

@@ -19,7 +19,7 @@ import reference
 from jax import lax
 
 import jax_fp8gemm as jf
-from jax_fp8gemm import _ffi, _tile_config
+from jax_fp8gemm import _ffi, _tile_choice, _tile_config
 
 IMPLEMENTATION = "cuda"
 ROWS, SQUARE = (1, 128), (128, 128)
@@ -119,7 +119,7 @@ def compile_with(
     every comparison of configs pass.
     """
     fresh = lambda *xs: function(*xs)
-    forced = contextlib.nullcontext() if config is None else _tile_config.override(config)
+    forced = contextlib.nullcontext() if config is None else _tile_choice.override(config)
     with forced:
         lowered = jax.jit(fresh, **jit_options).lower(*args)
     targets = (_ffi.GEMM_TARGET, _ffi.GROUPED_GEMM_TARGET, _ffi.GROUPED_WGRAD_TARGET)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8gemm import EXPORT_CHECKS, _backend_info, _environment, _ffi
+from jax_fp8gemm import EXPORT_CHECKS, _backend_info, _environment, _ffi, _jit
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -21,7 +21,7 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 @pytest.fixture(autouse=True)
 def fresh_answers():
     """Each test asks anew; nothing that it was told outlives it."""
-    caches = (_ffi.unavailable_reason, _ffi.warn_once, _ffi.num_sms, _ffi._check_cache_dir)
+    caches = (_ffi.unavailable_reason, _ffi.warn_once, _ffi.num_sms, _ffi.check_cache_dir)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -133,7 +133,7 @@ def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
     assert re.search(r"cannot be imported \(No module .*pip install", _ffi.unavailable_reason())
     assert _ffi.num_sms() == 132
     with pytest.raises(RuntimeError, match="cannot be imported"):
-        _ffi.compile_gemm({})
+        _jit.compile_gemm({})
     assert "off: the extension" in str(_backend_info.backend_info())
 
 

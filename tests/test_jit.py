@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_fp8gemm import _environment, _ffi, _kernels, _quantize_config, _tile_config
+from jax_fp8gemm import _environment, _ffi, _jit, _kernels, _quantize_config, _tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -214,7 +214,7 @@ def compile_all():
 
 
 def test_no_gemm_kernel_spills_or_loses_its_registers(compile_all):
-    reports = compile_all(_ffi.compile_gemm, list(_kernels.gemm_kernels(132)))
+    reports = compile_all(_jit.compile_gemm, list(_kernels.gemm_kernels(132)))
     assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
@@ -224,13 +224,13 @@ def test_formats_do_not_change_what_ptxas_says(compile_all):
     kernels = _kernels.gemm_kernels(132, all_formats=True)
     large = [k for k in kernels if k["block_m"] * k["block_n"] == most and not k["out_f32"]]
     assert len({(k["grouping"], k["lhs_e5m2"], k["rhs_e5m2"]) for k in large}) == 12
-    _assert_clean(compile_all(_ffi.compile_gemm, large))
+    _assert_clean(compile_all(_jit.compile_gemm, large))
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=("e4m3", "e5m2 and powers of two"))
 def test_no_quantize_kernel_spills(compile_all, is_other):
     kernels = list(_quantize_config.kernel_configs(e5m2=is_other, pow2_scale=is_other))
-    reports = compile_all(_ffi.compile_quantize, kernels)
+    reports = compile_all(_jit.compile_quantize, kernels)
     assert len({report.name for report in reports}) == len(reports)
     for op in ("quantize", "swiglu_quantize", "swiglu_grad_quantize"):
         assert any(report.name.startswith(f"{op}_row_column_") for report in reports) == (

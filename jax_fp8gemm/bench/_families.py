@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_fp8gemm
-from jax_fp8gemm import _ffi, _tile_config
+from jax_fp8gemm import _ffi, _tile_choice, _tile_config
 from jax_fp8gemm.bench._case import Case, gemm_call, tile_text
 from jax_fp8gemm.bench._data import normal, quantize_blocks, quantize_rows
 from jax_fp8gemm.bench._peers import peer_calls
@@ -96,5 +96,5 @@ def _labels(shape: Shape) -> dict[str, Any]:
 
 
 def _config_text(shape: Shape, **how: bool) -> str:
-    c = _tile_config.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
+    c = _tile_choice.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
     return tile_text(c)

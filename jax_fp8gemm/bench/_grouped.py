@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fp8gemm
-from jax_fp8gemm import ScaledArray, _ffi, _groups, _tile_config
+from jax_fp8gemm import ScaledArray, _ffi, _groups, _tile_choice, _tile_config
 from jax_fp8gemm.bench._case import Case, gemm_call, tile_text
 from jax_fp8gemm.bench._data import (
     normal,
@@ -114,5 +114,5 @@ def _config_text(
     m: int, n: int, k: int, groups: int, is_1d1d: bool = False, accumulate: bool = False
 ) -> str:
     how = dict(is_1d1d=is_1d1d, out_f32=is_1d1d, accumulate=accumulate)
-    c = _tile_config.choose_grouped(m, n, k, groups, num_sms=_ffi.num_sms(), **how)
+    c = _tile_choice.choose_grouped(m, n, k, groups, num_sms=_ffi.num_sms(), **how)
     return tile_text(c)

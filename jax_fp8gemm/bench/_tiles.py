@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jax_fp8gemm import _tile_config
+from jax_fp8gemm import _tile_choice, _tile_config
 from jax_fp8gemm._tile_config import TileConfig
 from jax_fp8gemm.bench._case import Case, tile_text
 from jax_fp8gemm.bench._timer import Call
@@ -33,7 +33,7 @@ def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
 
 def _with_tile(case: Case, tile: TileConfig) -> Case:
     def build() -> Call:
-        with _tile_config.override(tile):
+        with _tile_choice.override(tile):
             call = case.build()
             # Lowers while the override holds; the second time for the results that an accumulating
             # product is then given as operands.
