@@ -6,42 +6,19 @@ import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from machines import H200, device, fresh_answers, pretend
 
 from jax_fp8gemm import EXPORT_CHECKS, _backend_info, _environment, _ffi, _jit
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
+__all__ = ["fresh_answers"]  # a fixture of all tests here
 
 
-@pytest.fixture(autouse=True)
-def fresh_answers():
-    """Each test asks anew; nothing that it was told outlives it."""
-    caches = (_ffi.unavailable_reason, _ffi.warn_once, _ffi.num_sms, _ffi.check_cache_dir)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-    _ffi._configure(_environment.cache_dir())
-
-
-def _device(name, compute_capability):
-    return dict(name=name, compute_capability=compute_capability, num_sms=108)
-
-
-def _pretend(monkeypatch, *devices, cuda_version=(13, 0), nvrtc=("libnvrtc.so.13", 13, 0)):
-    """Makes the extension see this machine."""
-    info = dict(cuda_version=cuda_version, devices=list(devices))
-    monkeypatch.setattr(_ext, "device_info", lambda: info)
-    monkeypatch.setattr(_ext, "nvrtc_info", lambda: nvrtc)
-
-
-_H200 = _device("NVIDIA H200", (9, 0))
 _QUANTIZE_ROW = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 
 
@@ -89,24 +66,24 @@ def test_a_jaxlib_older_than_the_extension_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
-        (dict(devices=[_H200]), None),
+        (dict(devices=[H200]), None),
         (dict(devices=[]), "needs an sm90a device; got no GPU"),
         (
-            dict(devices=[_device("NVIDIA A100", (8, 0))]),
+            dict(devices=[device("NVIDIA A100", (8, 0))]),
             r"needs an sm90a device; got NVIDIA A100 \(sm80\)",
         ),
         # One of two is enough to fail: a computation may be placed on either.
-        (dict(devices=[_H200, _device("NVIDIA B200", (10, 0))]), r"got NVIDIA B200 \(sm100\)"),
+        (dict(devices=[H200, device("NVIDIA B200", (10, 0))]), r"got NVIDIA B200 \(sm100\)"),
         (
-            dict(devices=[_H200], cuda_version=(12, 8)),
+            dict(devices=[H200], cuda_version=(12, 8)),
             r"NVRTC 13\.0 \(libnvrtc\.so\.13\) needs a driver for CUDA 13; got one for CUDA 12\.8",
         ),
-        (dict(devices=[_H200], cuda_version=(13, 2), nvrtc=("libnvrtc.so.12", 12, 9)), None),
+        (dict(devices=[H200], cuda_version=(13, 2), nvrtc=("libnvrtc.so.12", 12, 9)), None),
     ],
 )
 def test_unavailable_reason_names_what_is_wrong(monkeypatch, machine, reason):
     machine = dict(machine)
-    _pretend(monkeypatch, *machine.pop("devices"), **machine)
+    pretend(monkeypatch, *machine.pop("devices"), **machine)
     if reason is None:
         assert _ffi.unavailable_reason() is None
     else:
@@ -123,7 +100,7 @@ def test_without_a_driver_the_reason_says_so_and_132_sms_are_assumed(monkeypatch
 
 
 def test_num_sms_is_the_first_device_s(monkeypatch):
-    _pretend(monkeypatch, _device("NVIDIA H100 PCIe", (9, 0)))
+    pretend(monkeypatch, device("NVIDIA H100 PCIe", (9, 0)))
     assert _ffi.num_sms() == 108
 
 
@@ -200,7 +177,7 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
     assert f"{garbage}: " in str(error.value) and f"{missing}: " in str(error.value)
     assert "JAX_FP8GEMM_NVRTC" in str(error.value)
 
-    info = dict(cuda_version=(13, 0), devices=[_H200])
+    info = dict(cuda_version=(13, 0), devices=[H200])
     monkeypatch.setattr(_ext, "device_info", lambda: info)
     assert "none of 2 candidates works" in _ffi.unavailable_reason()
     with pytest.raises(RuntimeError, match="none of 2 candidates works"):
@@ -228,13 +205,6 @@ def test_an_old_nvrtc_is_refused_with_its_version(tmp_path):
     _configure_nvrtc(tmp_path / "part.so", tmp_path / "old.so")
     with pytest.raises(RuntimeError, match=r"part\.so: has no nvrtcGetCUBIN; .*NVRTC 11\.8"):
         _ext.nvrtc_info()
-
-
-def test_the_environment_picks_one_nvrtc(monkeypatch):
-    monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "/some/libnvrtc.so")
-    assert _environment.nvrtc_paths() == ["/some/libnvrtc.so"]
-    monkeypatch.delenv("JAX_FP8GEMM_NVRTC")
-    assert "libnvrtc.so.13" in _environment.nvrtc_paths()
 
 
 # Handlers: XLA's CPU backend runs Instantiate, and refuses Execute, which wants a CUDA stream
@@ -301,7 +271,7 @@ def test_instantiate_without_nvrtc_is_an_error_each_time(quantize_on_cpu):
             quantize_on_cpu()
 
 
-# Warnings, cache folder, information
+# Warnings
 
 
 def test_the_fallback_is_warned_of_once_for_each_reason():
@@ -318,58 +288,6 @@ def test_an_unusable_cache_folder_is_only_a_warning(monkeypatch, tmp_path):
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(blocker / "cache"))
-    _pretend(monkeypatch, _H200)
+    pretend(monkeypatch, H200)
     with pytest.warns(RuntimeWarning, match=f"cache folder {blocker}/cache: .*in memory only"):
         assert _ffi.unavailable_reason() is None
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "/a")
-    assert _environment.cache_dir() == "/a"
-    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "")
-    assert _environment.cache_dir() == ""
-    assert "memory only" in _backend_info.backend_info().cache_dir
-    monkeypatch.delenv("JAX_FP8GEMM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert _environment.cache_dir() == "/x/jax_fp8gemm"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/h")
-    assert _environment.cache_dir() == "/h/.cache/jax_fp8gemm"
-
-
-def test_info_prints_every_part_and_the_reason():
-    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "info"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = [line.split("  ")[0] for line in output.splitlines()]
-    assert names == ["gpu", "driver", "nvrtc", "ffi_api", "jax", "cache_dir", "cuda kernels"]
-    assert f"{_ext.XLA_FFI_API_MAJOR}.{_ext.XLA_FFI_API_MINOR} (this jaxlib: " in output
-    assert jax.__version__ in output
-    reason = _backend_info.backend_info().reason
-    assert ("off: " + reason if reason else "on") in output
-
-
-@pytest.mark.parametrize(
-    "text, version",
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
-         "550.54.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (a@b)"
-         "\nGCC version:  gcc version 12.2.0", "580.65.06"),
-        ("", "unknown version"),
-        (None, "unknown version"),
-    ],
-)  # fmt: skip
-def test_backend_info_tells_what_the_machine_has(monkeypatch, tmp_path, text, version):
-    _pretend(monkeypatch, _H200)
-    monkeypatch.setattr(_backend_info, "_DRIVER_FILE", tmp_path / "version")
-    if text is not None:
-        (tmp_path / "version").write_text(text)
-    info = _backend_info.backend_info()
-    assert info.gpu == "NVIDIA H200 (sm90, 108 SMs)"
-    assert info.driver == f"{version} (CUDA 13.0)"
-    assert info.nvrtc == "13.0 (libnvrtc.so.13)"
-
-
-def test_the_kernel_sources_are_found():
-    names = {path.name for path in Path(_environment.source_dir()).glob("*.cuh")}
-    assert {"gemm.cuh", "quantize.cuh"} <= names
