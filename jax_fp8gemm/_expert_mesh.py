@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward
 from jax_fp8gemm._experts import weights_both_ways
 from jax_fp8gemm._matmul_spec import MatmulSpec
+from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._scaled_array import ScaledArray
 
 
@@ -75,7 +76,9 @@ class MeshLayout:
                 jax.tree.map(partial(self.place, spec=spec), operand)
                 for spec, operand in zip(in_specs, operands, strict=True)
             ]
-            return sharded(*moved)
+            # NOTE: without check_vma nothing varies over the axes of a shard_map around this one.
+            outer = jax.tree.leaves(moved)
+            return jax.tree.map(lambda y: match_varying(y, *outer)[0], sharded(*moved))
 
         return run
 
@@ -98,6 +101,7 @@ def expert_mlp_on_mesh(
         None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
     )
     x, weights, indices = (layout.place(y, layout.tokens) for y in (x, weights, indices))
+    x, weights, w_gate_up, w_down, indices = match_varying(x, weights, w_gate_up, w_down, indices)
     return _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices)
 
 
@@ -124,17 +128,19 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Ar
     if summed:
         spec = replace(spec, into=_with_partial_sums(spec.into), down=_with_partial_sums(spec.down))
 
+    kept, w = residuals
+    dims = [_scattered_dim(layout, summed, values.shape) for values in (w.gate_up, w.down)]
+
     def run(residuals, w, dout):
         dx, dweights, *drhs = backward(spec, residuals, w, dout)
         total = [
-            None if dw is None else lax.psum(dw, summed).astype(product.rhs_dtype)
-            for dw, product in zip(drhs, products, strict=True)
+            dw if dw is None else _sum(dw, summed, dim).astype(product.rhs_dtype)
+            for dw, dim, product in zip(drhs, dims, products, strict=True)
         ]
         return dx, dweights, *(total if summed else drhs)
 
-    out_specs = tokens, tokens, experts, experts
-    run = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
-    kept, w = residuals
+    lie_after = [_cut(layout.expert_axes, summed, dim) for dim in dims]
+    run = layout.map(run, (tokens, experts, tokens), (tokens, tokens, *lie_after), check_vma=False)
     dx, dweights, *drhs = run(kept, w, dout)
     drhs = [dw if where is None else _lie(dw, where) for dw, where in zip(drhs, lie, strict=True)]
     return dx, dweights, *drhs, None
@@ -147,6 +153,27 @@ def _with_partial_sums(product: MatmulSpec) -> MatmulSpec:
     """The product with gradients of rhs in the dtype in which devices add them."""
     has_gradient = product.rhs_dtype is not None
     return replace(product, rhs_dtype=product.reduce_dtype) if has_gradient else product
+
+
+def _scattered_dim(layout: MeshLayout, axes: tuple[str, ...], shape: Any) -> int | None:
+    """The dimension of a weight (g, d, f) along which its gradients are scattered as they are added
+    over `axes`: half the bytes of a sum that every device gets, whatever XLA then makes of it."""
+    parts = math.prod(layout.mesh.shape[name] for name in axes)
+    return next((dim for dim in (1, 2) if parts > 1 and shape[dim] % parts == 0), None)
+
+
+def _sum(dw: jax.Array, axes: tuple[str, ...], dim: int | None) -> jax.Array:
+    if dim is None:
+        return lax.psum(dw, axes)
+    return lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
+
+
+def _cut(expert_axes: tuple[str, ...], summed: tuple[str, ...], dim: int | None) -> PartitionSpec:
+    """Of a gradient that `_sum` has added."""
+    cut = [expert_axes, None, None]
+    if dim is not None:
+        cut[dim] = summed
+    return PartitionSpec(*cut)
 
 
 def _lie(x: Any, sharding: Any) -> Any:

@@ -79,7 +79,8 @@ def lay_out(op: str, operands: tuple[Any, ...], names: tuple[str, ...], mesh: An
     if weights[0].shape[0] % layout.num_expert_devices:
         raise ValueError(
             f"{op}: the experts must divide evenly among the {layout.num_expert_devices} devices "
-            f"of expert_axis; got {weights[0].shape[0]}"
+            f"of expert_axis; got {weights[0].shape[0]}. Add experts that no token chooses, or put "
+            "expert_axis on another mesh axis."
         )
     return layout
 

@@ -122,7 +122,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     num_blocks = t // _BLOCK
     blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
     ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
-    group = jnp.searchsorted(ends, jnp.arange(num_blocks, dtype=jnp.int32), side="right")
+    group = _groups.count_up_to(ends, jnp.arange(num_blocks, dtype=jnp.int32))
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
 
     def promote(promoted, b):

@@ -67,8 +67,15 @@ def group_of_rows(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.A
     (g,) = group_sizes.shape
     starts, ends = row_ranges(group_sizes, first_row, m)
     rows = jnp.arange(m, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
-    return jnp.where(rows < starts[0], g, group)
+    return jnp.where(rows < starts[0], g, count_up_to(ends, rows))
+
+
+def count_up_to(ends: jax.Array, x: jax.Array) -> jax.Array:
+    """How many of `ends` are at most each x, int32: searchsorted from the right.
+
+    jnp.searchsorted fails in a shard_map over some of the mesh axes, with check_vma.
+    """
+    return jnp.sum(ends[None] <= x[:, None], axis=1, dtype=jnp.int32)
 
 
 def ragged_extent(m: int, num_groups: int) -> int:
@@ -89,6 +96,6 @@ def rows_of_columns(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax
     offsets = column_starts(starts, ends)
     columns = jnp.arange(ragged_extent(m, g), dtype=jnp.int32)
     # The last group that starts at or before the column; empty groups hold no column.
-    group = jnp.searchsorted(offsets, columns, side="right") - 1
+    group = count_up_to(offsets, columns) - 1
     rows = starts[group] + columns - offsets[group]
     return jnp.where(rows < ends[group], rows, m)

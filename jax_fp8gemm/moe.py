@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
@@ -107,7 +107,7 @@ def moe_layer(
         return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
     names = axis_names(op, expert_axis, exchange)
     how = dict(exchange=exchange, recipe=recipe, implementation=implementation)
-    return _spread(op, local, choose, operands, names, mesh, how).reshape(x.shape)
+    return _unfold(_spread(op, local, choose, operands, names, mesh, how), x)
 
 
 def _spread(
@@ -125,6 +125,10 @@ def _spread(
         return expert_parallel(op, local, parts, names=names, capacity=capacity, **how)
 
     if is_manual(names):
+        if mesh is not None:
+            raise ValueError(
+                f"{op}: mesh must be None inside a shard_map over expert_axis; got {mesh!r}"
+            )
         return on_device(*operands)
     layout = lay_out(op, operands, names, mesh)
     if travels_as_fp8(how["recipe"]):
@@ -143,7 +147,7 @@ def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) 
         )
     if capacity_factor is None:
         return
-    if not isinstance(capacity_factor, numbers.Real):
+    if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
         got = repr(capacity_factor)
         raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
     if not float(capacity_factor) > 0:
@@ -207,12 +211,25 @@ def _choose(
     else:
         raise ValueError(
             f"{op}: router must have one logit for each of the {num_experts} experts of "
-            f"w_gate_up; got router {_checks.short_type(router)}"
+            f"w_gate_up; got router {_checks.short_type(router)}. In a shard_map over expert_axis, "
+            "w_gate_up holds the experts of one device."
         )
     if capacity_factor in (None, math.inf):
         return indices, weights, None
     capacity = math.ceil(capacity_factor * indices.size / num_experts)
     return limit(indices, num_experts, capacity), weights, capacity
+
+
+def _unfold(out: jax.Array, x: Any) -> jax.Array:
+    """`out` (m, d) in the shape of x, where Explicit axes cut m as far as they can cut x."""
+    sharding = jax.typeof(out).sharding
+    axes = sharding.spec[0] if x.ndim > 2 else None
+    if axes is not None:
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        while x.shape[0] % math.prod(sharding.mesh.shape[name] for name in axes):
+            axes = axes[:-1]
+        out = jax.sharding.reshard(out, sharding.update(spec=PartitionSpec(axes or None, None)))
+    return out.reshape(x.shape)
 
 
 def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
