@@ -4,7 +4,7 @@ For use in shard_map. Each of the p devices along the axis has t tokens, and a t
 device at most once, however many of its experts live there. An exchange turns arrays with a row for
 each token (t, ...) into arrays with a row for each received one, in the order of the senders and
 then of their tokens; what it gives back is the sum of the results of a token, in f32, in the order
-of the devices. So every exchange gives the same bits:
+of the devices. So every exchange gives the same bits, while all_to_all takes one turn:
 
     all_gather         every token goes to every device, (p t, ...)
     all_to_all         `slots` rows from each device to each other, (p slots, ...); tokens that find

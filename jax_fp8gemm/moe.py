@@ -77,8 +77,8 @@ def moe_layer(
         its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
         (the leading dimensions of x, as one) cut along all of them.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
-        "ragged_all_to_all" (docs/scaling.md), all to the same bits, or None: the one that takes
-        least time by the sizes. With expert_axis only.
+        "ragged_all_to_all" (docs/scaling.md), all to the same bits while "all_to_all" needs no
+        further turn, or None: the one that takes least time by the sizes. With expert_axis only.
       capacity_factor: None or inf: no token is dropped. Else an expert takes at most
         capacity_factor * tokens * top_k / num_experts choices, rounded up, the first ones, of the
         tokens (of each device, with expert_axis); the others count as no expert.

@@ -203,16 +203,20 @@ def test_explicitly_sharded_operands_give_the_unsharded_result(lhs_spec, rhs_spe
 
 
 @pytest.mark.parametrize(
-    "axis_type, check_vma, kwargs",
+    "axis_types, check_vma, kwargs",
     [
-        (AxisType.Explicit, True, {}),
-        (AxisType.Auto, True, HIGHEST),
-        (AxisType.Auto, False, HIGHEST),
+        ((AxisType.Explicit,), True, {}),
+        ((AxisType.Auto,), True, HIGHEST),
+        ((AxisType.Auto,), False, HIGHEST),
+        ((AxisType.Auto, AxisType.Auto), True, {}),
     ],
 )
-def test_tokens_sharded_by_shard_map(axis_type, check_vma, kwargs):
-    """Each device has tokens and group sizes of its own, and the weights of every group."""
-    on = mesh(axis_type)
+def test_tokens_sharded_by_shard_map(axis_types, check_vma, kwargs):
+    """Each device has tokens and group sizes of its own, and the weights of every group.
+
+    Also over one of two axes.
+    """
+    on = mesh(*axis_types, shape=(4, 2)[: len(axis_types)])
     lhs, rhs, dout = problem()
     sizes = [(20, 0, 40, 5), (0, 0, 75, 0), (75, 0, 0, 0), (1, 2, 3, 4)]
     rows = M // 4
@@ -224,7 +228,12 @@ def test_tokens_sharded_by_shard_map(axis_type, check_vma, kwargs):
 
     specs = (P("x"), P(), P("x"), P("x"))
     sharded = jax.shard_map(
-        local, mesh=on, in_specs=specs, out_specs=(P("x"), P("x"), P()), check_vma=check_vma
+        local,
+        mesh=on,
+        in_specs=specs,
+        out_specs=(P("x"), P("x"), P()),
+        axis_names={"x"},
+        check_vma=check_vma,
     )
     operands = zip((lhs, rhs, int32(sizes), dout), specs, strict=True)
     found = jax.jit(sharded)(*(jax.device_put(x, NamedSharding(on, spec)) for x, spec in operands))
