@@ -14,8 +14,7 @@ namespace jax_fp8gemm {
 namespace {
 
 bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  return buffer.element_type() == type && buffer.dimensions().size() == 2 &&
-         reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
 }
 
 ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
