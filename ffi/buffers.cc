@@ -5,11 +5,14 @@
 
 namespace jax_fp8gemm {
 
+bool IsAligned(const ffi::AnyBuffer& buffer) {
+  return reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+}
+
 ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                        ffi::DataType type, std::initializer_list<int64_t> dims) {
   const auto actual = buffer.dimensions();
-  const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
-  if (buffer.element_type() == type && is_aligned &&
+  if (buffer.element_type() == type && IsAligned(buffer) &&
       std::equal(actual.begin(), actual.end(), dims.begin(), dims.end())) {
     return ffi::Error::Success();
   }

@@ -7,15 +7,13 @@
 #include "errors.h"
 #include "gemm_config.h"
 #include "gemm_launch.h"
-#include "jit.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
 namespace {
 
 bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  return buffer.element_type() == type && buffer.dimensions().size() == 2 &&
-         reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
 }
 
 ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
@@ -78,11 +76,7 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
 }
 
 ffi::Error Instantiate(GemmConfig config) {
-  return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(GemmSource(config)));
-    return ffi::Error::Success();
-  });
+  return NoThrow([&] { return InstantiateGemm(config); });
 }
 
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config) {

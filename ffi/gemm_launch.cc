@@ -81,6 +81,12 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
 
 }  // namespace
 
+ffi::Error InstantiateGemm(const GemmConfig& config) {
+  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(GemmSource(config)));
+  return ffi::Error::Success();
+}
+
 ffi::Error PrepareGemm(const GemmConfig& config) {
   FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
   FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,

@@ -34,6 +34,9 @@ static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_s
 static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
 static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, next_tile) == 720);
 
+// Compiles the kernel of a config, unless memory or the disk cache has it.
+ffi::Error InstantiateGemm(const GemmConfig& config);
+
 // Loads the kernel of a config into the current device.
 ffi::Error PrepareGemm(const GemmConfig& config);
 

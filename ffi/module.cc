@@ -17,6 +17,7 @@
 #include "errors.h"
 #include "gemm.h"
 #include "grouped_gemm.h"
+#include "grouped_wgrad.h"
 #include "jit.h"
 #include "quantize.h"
 #include "quantize_config.h"

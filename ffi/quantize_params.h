@@ -10,7 +10,7 @@
 
 namespace jax_fp8gemm {
 
-// Mirrors QuantizeParams in cuda/quantize_source.cuh.
+// Mirrors QuantizeParams in cuda/quantize_params.cuh.
 struct QuantizeParams {
   const void* x;   // gate_up of SwiGLU
   const void* dh;  // the gradient of SwiGLU

@@ -43,20 +43,12 @@
 
 #include "gather.cuh"
 #include "groups.cuh"
+#include "quantize_params.cuh"
 #include "quantize_scale.cuh"
 #include "quantize_source.cuh"
 #include "swiglu.cuh"
 
 namespace jax_fp8gemm {
-
-enum Mode {
-  kRow = 0,
-  kColumn = 1,
-  kRowColumn = 2,
-  kBlock = 3,
-  kBlockTransposed = 4,
-  kBlockBoth = 5
-};
 
 template <typename Config>
 struct Quantizer {
@@ -99,26 +91,6 @@ struct Quantizer {
   __device__ __forceinline__ int row() const { return first_row + half() * kFragmentRows; }
   __device__ __forceinline__ int column() const {
     return first_column + chunk() * kFragmentColumns;
-  }
-
-  // The operands and results of one element of a batch of square-block quantisations.
-  // NOTE: others get the launch's own parameters, since a copy makes ptxas spill.
-  static __device__ __forceinline__ decltype(auto) batch_element(const QuantizeParams& launched,
-                                                                 int index) {
-    if constexpr (!kIsBlock) {
-      return (launched);
-    } else {
-      QuantizeParams params = launched;
-      const int64_t num_values = static_cast<int64_t>(params.m) * params.k * index;
-      const int64_t num_scales = static_cast<int64_t>(ceil_div(params.m, kScaleBlock)) *
-                                 ceil_div(params.k, kScaleBlock) * index;
-      params.x += num_values * Elements::kElemBytes;
-      params.values += num_values;
-      params.transposed += num_values;
-      params.scale += num_scales;
-      params.transposed_scale += num_scales;
-      return params;
-    }
   }
 
   // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
@@ -358,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
   __shared__ typename Quantizer::SharedStorage shared;  // dropped by the compiler in mode "row"
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
-  const jax_fp8gemm::QuantizeParams& element = Quantizer::batch_element(params, blockIdx.y);
+  const jax_fp8gemm::QuantizeParams& element =
+      jax_fp8gemm::batch_element<Quantizer>(params, blockIdx.y);
   Quantizer quantizer{element, shared, lane, warp};
 
   const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&

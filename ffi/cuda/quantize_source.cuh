@@ -9,29 +9,11 @@
 #pragma once
 
 #include "quantize_fragment.cuh"
+#include "quantize_params.cuh"
 
 namespace jax_fp8gemm {
 
 enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeightedGather = 4 };
-
-struct QuantizeParams {
-  const uint8_t* x;   // gate_up of SwiGLU
-  const uint8_t* dh;  // the gradient of SwiGLU
-  uint8_t* values;
-  float* scale;
-  uint8_t* transposed;
-  float* transposed_scale;
-  int m, k;  // of what is quantised
-  // Ragged.
-  int num_columns, num_groups;
-  const int* group_sizes;
-  const int* first_row;
-  // Gathered: what makes the rows out of x (num_sources, k).
-  int num_sources;
-  const float* x_scale;  // of an FP8 x: [k/128][num_sources]
-  const int* rows;
-  const float* weights;
-};
 
 template <int kSource, int kInput>
 struct QuantizeSource;
