@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._ragged_all_to_all import ragged_all_to_all
+from jax_fp8gemm._scaled_array import ScaledArray
 
 AxisName = str | tuple[str, ...]
 Name = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
@@ -74,8 +75,16 @@ class Exchange:
         """x (t, ...) as received; `empty` fills rows that no token has, None: with anything."""
         raise NotImplementedError
 
-    def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
+    def give_back(self, plan: Any, turn: Any, y: jax.Array | ScaledArray) -> jax.Array:
         """f32 sums (t, ...) over the devices that had the token of y, in rows as received."""
+        if not isinstance(y, ScaledArray):
+            return _add(self.parts(plan, turn, y))
+        values, scales = (self.parts(plan, turn, x) for x in (y.values, y.scale))
+        parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
+        return _add([part.dequantize(jnp.float32) for part in parts])
+
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+        """What each device has for the tokens (t, ...), zero where it had not the token."""
         raise NotImplementedError
 
 
@@ -86,10 +95,10 @@ class _AllGather(Exchange):
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
         return lax.all_gather(x, self.axis, tiled=True)
 
-    def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         # Not psum_scatter, which adds in the dtype of y and in an order of its own.
         parts = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
-        return _add(parts.reshape(self.size, self.tokens, *y.shape[1:]))
+        return list(parts.reshape(self.size, self.tokens, *y.shape[1:]))
 
 
 class _AllToAll(Exchange):
@@ -113,9 +122,9 @@ class _AllToAll(Exchange):
         rows = _pack(x, positions, has_one, self.received, empty)
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
-    def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         rows = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
-        return _add_rows(rows, *self._positions(plan, turn))
+        return _parts(rows, *self._positions(plan, turn))
 
 
 class _RaggedAllToAll(Exchange):
@@ -144,10 +153,10 @@ class _RaggedAllToAll(Exchange):
         out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
         return ragged_all_to_all(rows, out, how, self.axis)
 
-    def give_back(self, plan: Any, turn: Any, y: jax.Array) -> jax.Array:
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         positions, _, how = plan
         out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
-        return _add_rows(ragged_all_to_all(y, out, how, self.axis), *positions)
+        return _parts(ragged_all_to_all(y, out, how, self.axis), *positions)
 
 
 _CLASSES: dict[str, Callable[..., Exchange]] = dict(
@@ -220,16 +229,15 @@ def _pack(
     return x.at[source].get(mode="clip")
 
 
-def _add_rows(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> jax.Array:
+def _parts(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> Sequence[jax.Array]:
     shape = has_one.shape[0], *(1,) * (rows.ndim - 1)
-    return _add(
-        [
-            jnp.where(has.reshape(shape), rows.at[at].get(mode="clip"), 0)
-            for at, has in zip(positions.T, has_one.T, strict=True)
-        ]
-    )
+    zero = jnp.zeros((), rows.dtype)
+    return [
+        jnp.where(has.reshape(shape), rows.at[at].get(mode="clip"), zero)
+        for at, has in zip(positions.T, has_one.T, strict=True)
+    ]
 
 
-def _add(parts: Any) -> jax.Array:
+def _add(parts: Sequence[jax.Array]) -> jax.Array:
     """f32 sum, one addition after another: a reduction would leave their order to XLA."""
     return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])

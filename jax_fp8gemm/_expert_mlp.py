@@ -9,6 +9,8 @@ On each device of the expert axis, inside shard_map, with the FP8 format in brac
     dout     [1x128, power-of-two scales]  sent as x was
     dx       summed over the local experts in the dtype of x; sent back and added
 
+With the recipe's fp8_combine, partial and dx are sent back quantised, 1x128, as x and dout were.
+
 The products are those of _experts.py. Scales of what travels are powers of two, whatever the
 recipe (DeepSeek-V3 report, section 3.3.3): the weight gradients read x and dout in other blocks,
 and requantising then moves next to no value.
@@ -108,6 +110,7 @@ def forward(
         partial_sums, gate_up = _forward_turn(spec, received, 0, w)
         step = lambda turn: _forward_turn(spec, received, turn, w)[0]
         partial_sums = add_turns(partial_sums, _num_turns(spec, received), step)
+        partial_sums = _to_give_back(spec, spec.into.recipe.fwd, partial_sums)
         return exchange.give_back(plan, turn, partial_sums), received, gate_up
 
     out, received, gate_up = run(0)
@@ -150,6 +153,7 @@ def backward(
         step = lambda turn: _backward_turn(spec, received, douts, turn, w, None)
         dx, dweights, *drhs = add_turns(first, _num_turns(spec, received), step)
         give_back = lambda x: exchange.give_back(plan, turn, x)
+        dx = _to_give_back(spec, spec.into.recipe.bwd, dx)
         return give_back(dx), give_back(dweights), *drhs
 
     first = run(0, received, gate_up)
@@ -196,6 +200,11 @@ def _backward_turn(
 
 def _travel_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
     return quantize_args(spec, fmt) | dict(pow2_scale=True)
+
+
+def _to_give_back(spec: ExpertSpec, fmt: Any, x: jax.Array) -> jax.Array | ScaledArray:
+    """`x`, results or their gradients, as it travels back."""
+    return quantize(x, **_travel_args(spec.into, fmt)) if spec.into.recipe.fp8_combine else x
 
 
 def _receive(spec: ExpertSpec, plan: Any, turn: Any, tokens, weights, indices) -> Received:

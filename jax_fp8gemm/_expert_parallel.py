@@ -133,7 +133,7 @@ def expert_parallel(
     sizes: dict[str, Any] = dict(
         size=lax.axis_size(axis), tokens=x.shape[0], top_k=indices.shape[1]
     )
-    if travels_as_fp8(recipe):
+    if recipe.travels_as_fp8:
         how: dict[str, Any] = dict(exchange=exchange, capacity=capacity, recipe=recipe)
         how |= dict(implementation=implementation, experts=experts) | sizes
         return expert_mlp(expert_spec(op, x, w_gate_up, w_down, axis, **how), *operands)
@@ -189,11 +189,6 @@ def expert_parallel_on_mesh(
         implementation=implementation,
     )
     return expert_mlp_on_mesh(spec, layout, x, weights, w_gate_up, w_down, indices)
-
-
-def travels_as_fp8(recipe: Recipe) -> bool:
-    """Whether all that reads the tokens reads them quantised."""
-    return recipe.is_fp8 and recipe.wgrad == "fp8"
 
 
 def expert_spec(

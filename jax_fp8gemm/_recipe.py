@@ -30,8 +30,10 @@ class Recipe:
       reduce_dtype: of the partial sums that devices add where a mesh cuts the contraction of a
         quantised product: "f32", or "bf16", to which each device then rounds its own: half the
         bytes. On one device it has no effect.
+      fp8_combine: in an expert-parallel layer, results and the gradient of x travel back as FP8
+        with 1x128 scales too; else in the dtype of x, as DeepSeek-V3's do (report, section 3.3.3).
     Raises:
-      ValueError: a field outside the values above.
+      ValueError: a field outside the values above, or fp8_combine where nothing travels as FP8.
     """
 
     fwd: Format | None = "e4m3"
@@ -41,6 +43,7 @@ class Recipe:
     pow2_scale: bool = False
     wgrad: Literal["fp8", "bf16"] = "fp8"
     reduce_dtype: Literal["f32", "bf16"] = "f32"
+    fp8_combine: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -51,16 +54,27 @@ class Recipe:
             "pow2_scale": (False, True),
             "wgrad": ("fp8", "bf16"),
             "reduce_dtype": ("f32", "bf16"),
+            "fp8_combine": (False, True),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"Recipe: {name} must be {expected}; got {getattr(self, name)!r}")
+        if self.fp8_combine and not self.travels_as_fp8:
+            raise ValueError(
+                "Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'; "
+                f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
+            )
 
     @property
     def is_fp8(self) -> bool:
         """Whether anything is quantised at all."""
         return self.fwd is not None
+
+    @property
+    def travels_as_fp8(self) -> bool:
+        """Whether all that reads the tokens of an expert-parallel layer reads them quantised."""
+        return self.is_fp8 and self.wgrad == "fp8"
 
 
 # DeepSeek-V3 report, section 3.3: e4m3 everywhere, 1x128 activations, 128x128 weights.

@@ -23,7 +23,6 @@ from jax_fp8gemm._expert_parallel import (
     expert_parallel_on_mesh,
     is_manual,
     lay_out,
-    travels_as_fp8,
 )
 from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._mesh_axes import replicate
@@ -85,7 +84,8 @@ def moe_layer(
       mesh: that of expert_axis, and only with it; default that of jax.set_mesh or the operands.
     Returns:
       (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
-      travel as FP8 with power-of-two scales, the results in the dtype of x.
+      travel as FP8 with power-of-two scales, the results in the dtype of x (or as FP8: the recipe's
+      fp8_combine).
     Raises: as the functions of this module. ValueError: expert_axis, exchange, capacity_factor,
       arguments that do not go together, or tokens or experts that do not divide evenly.
       TypeError: mesh, capacity_factor, anything but the arrays traced.
@@ -131,7 +131,7 @@ def _spread(
             )
         return on_device(*operands)
     layout = lay_out(op, operands, names, mesh)
-    if travels_as_fp8(how["recipe"]):
+    if how["recipe"].travels_as_fp8:
         return expert_parallel_on_mesh(op, layout, choose, operands, **how)
     specs = layout.tokens, layout.tokens, layout.experts, layout.experts
     return layout.map(on_device, specs, layout.tokens)(*operands)

@@ -1,6 +1,8 @@
 """moe_layer with its experts along a mesh axis, against all experts of all tokens in float64."""
 
+import dataclasses
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import reference
 from errors import raises
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import mesh
+from meshes import collectives, mesh
 from test_moe import TOLERANCE, expert, random
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, _exchange, _expert_parallel, quantize
@@ -99,6 +101,26 @@ def test_every_exchange_and_every_run_gives_the_same_bits(recipe):
     for name in NAMES:
         found = program(recipe=recipe, exchange=name)(*problem())
         jax.tree.map(reference.assert_same_bits, found, expected)
+
+
+def test_results_travel_as_fp8_where_the_recipe_says_so():
+    recipe = dataclasses.replace(DEEPSEEK_V3, fp8_combine=True)
+    runs = {name: program(recipe=recipe, exchange=name) for name in NAMES}
+    first, *others = (run(*problem()) for run in runs.values())
+    for found in others:
+        jax.tree.map(reference.assert_same_bits, found, first)
+    # Another rounding of results and of the gradient of x alone.
+    assert_close(first, truth(), TOLERANCE[DEEPSEEK_V3])
+    in_f32 = program(exchange="all_gather")(*problem())
+    jax.tree.map(reference.assert_same_bits, first[2:], in_f32[2:])
+    assert not any(np.array_equal(x, y) for x, y in zip(first[:2], in_f32[:2], strict=True))
+    # Of each token and device, once each way.
+    moved = Counter(collectives(runs["all_gather"].lower(*problem()).compile()))
+    moved_else = collectives(program(exchange="all_gather").lower(*problem()).compile())
+    more = (moved - Counter(moved_else)).elements()
+    assert [text for text in more if "f8e4m3fn" in text] == [
+        f"all-to-all f8e4m3fn[{M // 4},{D}]"
+    ] * 2
 
 
 def test_turns_that_hold_less_than_the_rows_drop_none(monkeypatch):

@@ -32,12 +32,19 @@ def test_is_frozen_and_hashable():
         ("pow2_scale", "yes", "False or True"),
         ("wgrad", "f32", "'fp8' or 'bf16'"),
         ("reduce_dtype", "float32", "'f32' or 'bf16'"),
+        ("fp8_combine", "fp8", "False or True"),
     ],
 )
 def test_unsupported_values_are_named(field, value, expected):
     message = re.escape(f"Recipe: {field} must be {expected}; got {value!r}")
     with raises(ValueError, match=message):
         Recipe(**{field: value})
+
+
+@pytest.mark.parametrize("fields", [dict(fwd=None), dict(wgrad="bf16")])
+def test_fp8_combine_is_not_ignored(fields):
+    with raises(ValueError, match="Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'"):
+        Recipe(**fields, fp8_combine=True)
 
 
 def test_ops_take_a_recipe_only():
