@@ -129,7 +129,7 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Ar
         spec = replace(spec, into=_with_partial_sums(spec.into), down=_with_partial_sums(spec.down))
 
     kept, w = residuals
-    dims = [_scattered_dim(layout, summed, values.shape) for values in (w.gate_up, w.down)]
+    dims = [_scattered_dim(layout, summed, weight.shape) for weight in w]
 
     def run(residuals, w, dout):
         dx, dweights, *drhs = backward(spec, residuals, w, dout)
