@@ -125,6 +125,22 @@ def test_the_bits_of_one_gpu(axis_type, name):
         reference.assert_same_bits(x, y)
 
 
+def test_gradients_of_weights_are_added_in_bf16_where_the_recipe_says_so():
+    on = all_gpus(AUTO)
+    operands, (_, _, expected) = on_one_gpu()
+    recipe = jf.Recipe(pow2_scale=True, reduce_dtype="bf16")
+    run = functools.partial(vjp, functools.partial(exact_matmul, recipe=recipe))
+    rows = NamedSharding(on, P("x"))
+    cut = place(on, operands, [P("x")] * 3)
+    compiled = jax.jit(run, out_shardings=rows).lower(*cut).compile()
+    sums = [text for text in collectives(compiled) if text.startswith("reduce-scatter")]
+    assert sums == [f"reduce-scatter bf16[{K // on.size},{N}]"]
+    *_, found = compiled(*cut)
+    assert not np.array_equal(found, expected)
+    # Each of up to eight partial sums, and each sum of two of them, is rounded to 8 bits.
+    np.testing.assert_allclose(found, expected, atol=2**-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("rhs_spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_are_gathered_after_they_are_quantised(dtype, rhs_spec):
