@@ -1,6 +1,5 @@
 """moe_layer with expert_axis on meshes of several axes, and in shard_map."""
 
-import dataclasses
 import functools
 from collections import Counter
 
@@ -21,7 +20,6 @@ from test_expert_parallel import (
     assert_close,
     auto_mesh,
     problem,
-    program,
     truth,
     vjp,
 )
@@ -112,7 +110,7 @@ def test_weights_sharded_along_another_axis_are_gathered_as_fp8(axis_type):
     ]
 
 
-@pytest.mark.parametrize("axis_type, check_vma", [(AUTO, True), (AUTO, False), (EXPLICIT, True)])
+@pytest.mark.parametrize("axis_type, check_vma", [(AUTO, True), (EXPLICIT, False)])
 def test_inside_a_shard_map_over_another_axis(axis_type, check_vma):
     """Which cuts the tokens; the gradients of weights are summed over it."""
     on = mesh(axis_type, axis_type, shape=(2, 4))
@@ -150,15 +148,3 @@ def test_leading_dimensions_that_an_explicit_mesh_cuts_in_part(shape):
         out = jax.jit(functools.partial(moe_layer, expert_axis="y"))(x, (indices, probs), *weights)
     assert out.sharding.is_equivalent_to(NamedSharding(on, P("x")), out.ndim)
     assert_close([out.reshape(M, D)], truth()[:1], TOLERANCE[DEEPSEEK_V3])
-
-
-def test_gradients_of_weights_are_added_in_the_dtype_of_the_recipe():
-    """Over the axis that cuts the tokens but not the experts."""
-    where = dict(shape=(4, 2), expert_axis="y")
-    sums = dataclasses.replace(DEEPSEEK_V3, reduce_dtype="bf16")
-    in_f32, in_bf16 = (program(**where, recipe=r)(*problem()) for r in (DEEPSEEK_V3, sums))
-    jax.tree.map(reference.assert_same_bits, in_bf16[:3], in_f32[:3])
-    for found, expected in zip(in_bf16[3:], in_f32[3:], strict=True):
-        assert not np.array_equal(found, expected)
-        # Each of four is rounded to 8 bits, and so is the sum.
-        np.testing.assert_allclose(found, expected, atol=2**-7 * np.abs(expected).max())
