@@ -33,35 +33,13 @@ struct Producer {
     Ring ring;
     for (; scheduler.tile < scheduler.count(); scheduler.next()) {
       const Work work = scheduler.locate(scheduler.tile);
-#pragma unroll 1
-      for (int j = 0; j < work.num_k_blocks; ++j) {
-        const int k_block = work.first_k_block + j;
-        Barrier* full = &shared.full[ring.stage];
-        mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-        // The consumers read the stage's scales by ordinary loads: order those before the copies
-        // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
-        // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
-        // same fence cost 2-5 %.
-        fence_proxy_async_shared();
-        uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
-        if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
-        mbarrier_arrive_expect_tx(
-            full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
-        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
-                                                         k_block, work.lhs_row, rank);
-        load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
-                                                         k_block, work.rhs_row, rank);
-        if constexpr (kIsAligned) {
-          tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
-                      k_block);
-        } else {
-          row_scales(work, j).copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
-        }
-        if constexpr (Config::kIs1d1d) {
-          tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
-                      k_block);
-        }
-        ring.advance();
+      if constexpr (Config::kAccumulate && Config::kNumSlabs > 0) {
+        const int late = max(work.num_k_blocks - kPrefetchAhead, 0);
+        load_k_blocks<kIsAligned>(work, 0, late, rank, ring);
+        prefetch_out(work);
+        load_k_blocks<kIsAligned>(work, late, work.num_k_blocks, rank, ring);
+      } else {
+        load_k_blocks<kIsAligned>(work, 0, work.num_k_blocks, rank, ring);
       }
     }
   }
@@ -112,6 +90,58 @@ struct Producer {
   }
 
  private:
+  // k-blocks from the end of a tile at which its output is prefetched: early enough to arrive, late
+  // enough to stay.
+  static constexpr int kPrefetchAhead = 8;
+
+  // Loads k-blocks first .. end-1 of a tile.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
+                                                Ring& ring) const {
+#pragma unroll 1
+    for (int j = first; j < end; ++j) {
+      const int k_block = work.first_k_block + j;
+      Barrier* full = &shared.full[ring.stage];
+      mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      // The consumers read the stage's scales by ordinary loads: order those before the copies
+      // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+      // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+      // same fence cost 2-5 %.
+      fence_proxy_async_shared();
+      uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
+      if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
+      mbarrier_arrive_expect_tx(
+          full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
+      load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
+                                                       k_block, work.lhs_row, rank);
+      load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
+                                                       k_block, work.rhs_row, rank);
+      if constexpr (kIsAligned) {
+        tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
+                    k_block);
+      } else {
+        row_scales(work, j).copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
+      }
+      if constexpr (Config::kIs1d1d) {
+        tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
+                    k_block);
+      }
+      ring.advance();
+    }
+  }
+
+  // Brings what the tile's sums are added to into the L2, where the additions are made.
+  __device__ __forceinline__ void prefetch_out(const Work& work) const {
+    constexpr int kSlabColumns = Tile::kSlabRowBytes / 4;  // kAccumulate: of f32
+#pragma unroll 1
+    for (int row = 0; row < Config::kBlockM; row += Tile::kSlabRows) {
+#pragma unroll 1
+      for (int column = 0; column < Config::kBlockN; column += kSlabColumns) {
+        tma_prefetch_2d(&params.out_map, work.column + column, work.row + row);
+      }
+    }
+  }
+
   // k_block: of the tile.
   __device__ __forceinline__ RowScales<Config::kBlockM> row_scales(const Work& work,
                                                                    int k_block) const {

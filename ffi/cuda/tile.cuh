@@ -67,7 +67,8 @@ struct Tile {
   static constexpr int kRowScales =
       ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
-  static constexpr int kSlabBytes = 64 * 128;
+  static constexpr int kSlabRows = 64, kSlabRowBytes = 128;
+  static constexpr int kSlabBytes = kSlabRows * kSlabRowBytes;
   // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
   static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
   static constexpr int kNumColumnBlocks = kTwoBlocks ? 2 : 1;

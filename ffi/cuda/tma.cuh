@@ -50,6 +50,13 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* s
       : "memory");
 }
 
+// Brings the box into the L2 (PTX ISA, cp.async.bulk.prefetch.tensor).
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int inner, int outer) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(inner),
+               "r"(outer)
+               : "memory");
+}
+
 // Adds the box to global memory, f32.
 __device__ __forceinline__ void tma_reduce_add_2d(const TensorMap* map, const void* smem, int inner,
                                                   int outer) {
