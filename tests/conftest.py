@@ -1,7 +1,8 @@
 """Settings of all tests: strict JAX, eight host devices, quick compilations on the CPU, the `gpu`
-marker, checked annotations."""
+marker, checked annotations, long files first."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -19,20 +20,43 @@ os.environ["XLA_FLAGS"] = " ".join([*_flags, os.environ.get("XLA_FLAGS", "")])
 if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:
     os.environ["JAX_FP8GEMM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_fp8gemm_cache_")
     atexit.register(shutil.rmtree, os.environ["JAX_FP8GEMM_CACHE_DIR"], ignore_errors=True)
+# NumPy's products are small: its idle threads would spin on the cores of other processes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import importlib.util
+from collections import Counter
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# No lines of Python in the programs: what writes them down is a part of each compilation.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+# Tracing makes much garbage, little of it in cycles.
+gc.set_threshold(20_000, 50, 50)
 
 # Shape annotations are checked in tests and free in use.
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     from jaxtyping import install_import_hook
 
     install_import_hook("jax_fp8gemm", "beartype.beartype")
+
+
+# A process that starts one of these few but long tests last would work on alone.
+_LONG_FILES = {
+    "test_bench_mesh",
+    "test_distributed",
+    "test_examples",
+    "test_expert_mesh",
+    "test_expert_parallel",
+    "test_fsdp",
+    "test_jit",
+    "test_matmul_jax",
+    "test_moe_mlp_program",
+    "test_partition_grouped",
+    "test_partition_jax",
+}
 
 
 def _gpu_fault() -> str | None:
@@ -47,8 +71,14 @@ def _gpu_fault() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_tests = Counter(item.path.stem for item in items)
+    items.sort(key=lambda item: (item.path.stem not in _LONG_FILES, -num_tests[item.path.stem]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     fault = _gpu_fault() if marked else None
     for item in marked:
         if fault is not None:
             item.add_marker(pytest.mark.skip(reason=fault))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay
