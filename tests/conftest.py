@@ -1,5 +1,5 @@
 """Settings of all tests: strict JAX, eight host devices, quick compilations on the CPU, the `gpu`
-marker, checked annotations, long files first."""
+marker, checked annotations."""
 
 import atexit
 import gc
@@ -24,7 +24,6 @@ if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import importlib.util
-from collections import Counter
 
 import jax
 import pytest
@@ -43,22 +42,6 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
     install_import_hook("jax_fp8gemm", "beartype.beartype")
 
 
-# A process that starts one of these few but long tests last would work on alone.
-_LONG_FILES = {
-    "test_bench_mesh",
-    "test_distributed",
-    "test_examples",
-    "test_expert_mesh",
-    "test_expert_parallel",
-    "test_fsdp",
-    "test_jit",
-    "test_matmul_jax",
-    "test_moe_mlp_program",
-    "test_partition_grouped",
-    "test_partition_jax",
-}
-
-
 def _gpu_fault() -> str | None:
     """Why tests marked `gpu` cannot run here. On a Hopper GPU they run, whatever else is wrong: a
     kernel that is off there is a failure, not a reason to skip."""
@@ -71,8 +54,6 @@ def _gpu_fault() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_tests = Counter(item.path.stem for item in items)
-    items.sort(key=lambda item: (item.path.stem not in _LONG_FILES, -num_tests[item.path.stem]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     fault = _gpu_fault() if marked else None
     for item in marked:
