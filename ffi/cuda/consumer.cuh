@@ -2,74 +2,44 @@
 #pragma once
 
 #include "epilogue.cuh"
-#include "pipeline.cuh"
-#include "scales.cuh"
+#include "main_loop.cuh"
 #include "scheduler.cuh"
-#include "tile.cuh"
-#include "wgmma.cuh"
 
 namespace jax_fp8gemm {
 
 template <typename Config, typename Scheduler>
 struct Consumer {
   using Tile = jax_fp8gemm::Tile<Config>;
-  using SharedStorage = typename Tile::SharedStorage;
 
-  // What the batches of one k-block need from it besides the operands.
-  struct KBlock {
-    uint32_t stage;
-    // Of this thread's rows, 16 warp + lane / 4 and + 8, in each 64; in 1d2d times the scale of
-    // each column block.
-    float scale[Tile::kNumColumnBlocks][Tile::kMSubs][2];
-  };
+  MainLoop<Config> loop;
 
-  const GemmParams& params;
-  SharedStorage& shared;
-  const int consumer, warp, lane;
-  const int first_row;                // in the tile, of this thread
-  const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
-
-  int num_k_blocks;    // of the tile
-  uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
-  RingCursor<Config::kNumStages> ring;
-  KBlock blocks[Tile::kGroup];
-  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
-  float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
-  float accum[Config::kNumAccums][Tile::kSubRegs];
-  float promoted[Tile::kMSubs][Config::kBlockN / 2];
-
-  // NOTE: the shuffle of first_row keeps ptxas from computing it anew in every k-block.
-  __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage& shared, int consumer)
-      : params(params),
-        shared(shared),
-        consumer(consumer),
-        warp(thread_index() / 32 % 4),
-        lane(thread_index() % 32),
-        first_row(__shfl_sync(0xffffffff, consumer * Tile::kRows + warp * 16 + lane / 4, lane)),
-        lhs_tile(wgmma_descriptor(shared.lhs) +
-                 __shfl_sync(0xffffffff, consumer, 0) * (Tile::kRows * Tile::kScaleBlock / 16)),
-        rhs_tile(wgmma_descriptor(shared.rhs)),
-        num_k_blocks(ceil_div(params.k, 128)) {}
+  __device__ __forceinline__ Consumer(const GemmParams& params,
+                                      typename Tile::SharedStorage& shared, int consumer)
+      : loop{Batches<Config>(params, shared, consumer)} {}
 
   __device__ __forceinline__ void run() {
-    Scheduler scheduler(params, shared);
+    Batches<Config>& batches = loop.batches;
+    const GemmParams& params = batches.params;
+    Scheduler scheduler(params, batches.shared);
     // NOTE: count() is asked again for each tile. Kept over a tile, it took 1d1d 3-6 % longer.
-    for (; scheduler.has_tile(scheduler.count()); scheduler.next(lane)) {
+    for (; scheduler.has_tile(scheduler.count()); scheduler.next(batches.lane)) {
       const Work work = scheduler.locate(scheduler.tile);
-      const int row = work.row + consumer * Tile::kRows;
+      const int row = work.row + batches.consumer * Tile::kRows;
       if constexpr (Config::kGrouping == kGroupedContraction) {
-        num_k_blocks = uniform(work.num_k_blocks);
+        batches.num_k_blocks = uniform(work.num_k_blocks);
       }
-      scale_row = first_row + row_scale_shift(params.lhs_rows, work.lhs_row, work.first_k_block);
-      clear();
+      batches.scale_row =
+          batches.first_row + row_scale_shift(params.lhs_rows, work.lhs_row, work.first_k_block);
+      batches.clear();
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
       if (__any_sync(0xffffffff, row >= work.row_end)) {
-        skip_tile(Config::kGrouping == kGroupedContraction ? num_k_blocks : work.num_k_blocks);
+        loop.skip(Config::kGrouping == kGroupedContraction ? batches.num_k_blocks
+                                                           : work.num_k_blocks);
       } else {
         if (Config::kGrouping != kGroupedRows || __any_sync(0xffffffff, work.num_k_blocks > 0)) {
-          multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
+          loop.multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
         }
         store(row, work.row_end, work.column);
       }
@@ -77,210 +47,24 @@ struct Consumer {
   }
 
  private:
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int mi = 0; mi < Tile::kMSubs; ++mi) {
-#pragma unroll
-      for (int i = 0; i < Config::kBlockN / 2; ++i) promoted[mi][i] = 0.f;
-    }
-  }
-
-  // Below the last row of lhs there is nothing to compute, only stages to return.
-  __device__ __forceinline__ void skip_tile(int num_k_blocks) {
-#pragma unroll 1
-    for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-      mbarrier_wait(&shared.full[ring.stage], ring.phase);
-      release(ring.stage);
-      ring.advance();
-    }
-  }
-
-  // Adds up all k-blocks of a tile. boundary: first column of the tile's second column block.
-  __device__ __forceinline__ void multiply(int boundary) {
-    if constexpr (Config::kNumAccums == 1) {
-      multiply_by_one(boundary);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < num_k_blocks / Tile::kGroup; ++i) run_batches<-Tile::kAhead>(boundary);
-#pragma unroll 1
-      for (int i = 0; i < num_k_blocks % Tile::kGroup; ++i) {
-        prepare(blocks[0]);
-#pragma unroll
-        for (int batch = 0; batch < Tile::kSubs; ++batch) {
-          issue(batch);
-          wgmma_wait<0>();
-          finish(batch, boundary);
-        }
-      }
-    }
-  }
-
-  // With one accumulator a batch is promoted before the next is queued, and only other consumers'
-  // batches keep the tensor cores busy meanwhile: every cycle between a promotion and the next
-  // wgmma counts. So the barrier of the next k-block is tested early in the last promotion, and
-  // waited for only if it was not yet full.
-  __device__ __forceinline__ void multiply_by_one(int boundary) {
-    if (Config::kGrouping != kGroupedContraction || num_k_blocks > 0) {
-      mbarrier_wait(&shared.full[ring.stage], ring.phase);
-    }
-#pragma unroll 1
-    for (int k_block = 1; k_block <= num_k_blocks; ++k_block) {
-      read_scales(blocks[0]);
-#pragma unroll
-      for (int batch = 0; batch < Tile::kSubs; ++batch) {
-        issue(batch);
-        if constexpr (Tile::kReadColumnsEarly) read_columns(batch);
-        wgmma_wait<0>();
-        if constexpr (!Tile::kReadColumnsEarly) read_columns(batch);
-        if (batch < Tile::kSubs - 1) {
-          promote(batch, boundary);
-        } else {
-          release(ring.stage);
-          advance();
-          const bool is_full = mbarrier_test(&shared.full[ring.stage], ring.phase);
-          promote(batch, boundary);
-          if (!is_full && k_block < num_k_blocks) {
-            mbarrier_wait(&shared.full[ring.stage], ring.phase);
-          }
-        }
-      }
-    }
-  }
-
-  // Promotes batches kBatch .. kBatches-1 of a group, each kAhead batches after it was queued;
-  // starts at -kAhead, where there is only queueing to do. NOTE: a group ends with nothing in
-  // flight. Carrying wgmma over the back edge of the loop makes ptxas serialise all of them
-  // (C7514).
-  template <int kBatch>
-  __device__ __forceinline__ void run_batches(int boundary) {
-    if constexpr (kBatch < Tile::kBatches) {
-      constexpr int kNext = kBatch + Tile::kAhead;
-      if constexpr (kNext < Tile::kBatches) {
-        if constexpr (kNext % Tile::kSubs == 0) prepare(blocks[kNext / Tile::kSubs]);
-        issue(kNext);
-        if constexpr (Tile::kReadColumnsEarly) read_columns(kNext);
-      }
-      if constexpr (kBatch >= 0) {
-        wgmma_wait<(kNext < Tile::kBatches ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
-        finish(kBatch, boundary);
-      }
-      run_batches<kBatch + 1>(boundary);
-    }
-  }
-
-  // Waits for the next k-block, reads its scales and moves on.
-  __device__ __forceinline__ void prepare(KBlock& block) {
-    mbarrier_wait(&shared.full[ring.stage], ring.phase);
-    read_scales(block);
-    advance();
-  }
-
-  // Moves on to the next k-block, whose row scales lie lhs_rows further on in memory. NOTE: pinned
-  // here, well before they are read, and per lane: 1d1d took 6-12 % longer without.
-  __device__ __forceinline__ void advance() {
-    ring.advance();
-    scale_row = first_row + (scale_row - first_row + uint32_t(params.lhs_rows)) % 4;
-    asm volatile("" : "+r"(scale_row));
-  }
-
-  // Reads the scales of the k-block in the current stage and points the descriptors at it.
-  __device__ __forceinline__ void read_scales(KBlock& block) {
-    block.stage = ring.stage;
-    lhs_stage = lhs_tile + ring.stage * (Tile::kLhsBytes / 16);
-    rhs_stage = rhs_tile + ring.stage * (Tile::kRhsBytes / 16);
-#pragma unroll
-    for (int mi = 0; mi < Tile::kMSubs; ++mi) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
-#pragma unroll
-        for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
-          block.scale[i][mi][half] =
-              Config::kIs1d1d ? lhs_scale : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
-        }
-      }
-    }
-  }
-
-  // Queues one batch on the tensor cores.
-  __device__ __forceinline__ void issue(int batch) {
-    const int sub = batch % Tile::kSubs;
-    const uint32_t lhs = lhs_stage + sub % Tile::kMSubs * 512;
-    const uint32_t rhs = rhs_stage + sub / Tile::kMSubs * (Config::kSubN * 8);
-    float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
-    wgmma_fence();
-    Wgmma<Config::kSubN>::template run<true>(d, lhs, rhs);
-#pragma unroll
-    for (int step = 1; step < 4; ++step)
-      Wgmma<Config::kSubN>::template run<false>(d, lhs + step * 2, rhs + step * 2);
-    wgmma_commit();
-  }
-
-  // Promotes one finished batch; gives the stage back with the last one of a k-block.
-  __device__ __forceinline__ void finish(int batch, int boundary) {
-    if constexpr (!Tile::kReadColumnsEarly) read_columns(batch);
-    if (batch % Tile::kSubs == Tile::kSubs - 1) release(blocks[batch / Tile::kSubs].stage);
-    promote(batch, boundary);
-  }
-
-  // Scales one finished batch and adds it to the sums.
-  __device__ __forceinline__ void promote(int batch, int boundary) {
-    const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
-    float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
-    float* sums = promoted[mi] + ni * Tile::kSubRegs;
-    const KBlock& block = blocks[batch / Tile::kSubs];
-    wgmma_pin(d);
-    if constexpr (Config::kIs1d1d) {
-      promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
-    } else if constexpr (Tile::kSplitSub) {
-      promote_1d2d_split(sums, d, block.scale[0][mi], block.scale[1][mi],
-                         boundary - ni * Config::kSubN);
-    } else {
-      const bool is_latter = Tile::kTwoBlocks && ni * Config::kSubN >= boundary;
-      promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
-    }
-  }
-
-  // 1d1d: reads the scales of this thread's columns of a batch, unless the batch before had them.
-  __device__ __forceinline__ void read_columns(int batch) {
-    const int sub = batch % Tile::kSubs, ni = sub / Tile::kMSubs;
-    if (!Config::kIs1d1d || sub % Tile::kMSubs > 0) return;
-    const float* scale = shared.rhs_scale[blocks[batch / Tile::kSubs].stage] + ni * Config::kSubN;
-#pragma unroll
-    for (int j = 0; j < Config::kSubN / 8; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(&scale[8 * j + 2 * (lane % 4)]);
-      rhs_columns[2 * j] = pair.x;
-      rhs_columns[2 * j + 1] = pair.y;
-    }
-  }
-
-  // Tells the producer of every CTA that shares the stage that this warp is done with it.
-  __device__ __forceinline__ void release(uint32_t stage) {
-    Barrier* empty = &shared.empty[stage];
-    __syncwarp();  // every lane has read its scales
-    if constexpr (Config::kClusterSize == 1) {
-      if (lane == 0) mbarrier_arrive(empty);
-    } else {
-      if (lane < Config::kClusterSize) mbarrier_arrive_remote(empty, lane);
-    }
-  }
-
   // By TMA where the rows are this tile's alone as far as they reach, or end with the output.
-  // NOTE: from the thread index read anew. What depends on the members `warp` and `lane` alone is
-  // kept in registers through the main loop, where tall tiles have none left.
+  // NOTE: from the thread index read anew. What depends on the lane that the main loop knows is
+  // kept in registers through it, where tall tiles have none left.
   __device__ __forceinline__ void store(int row, int row_end, int column) {
+    const Batches<Config>& batches = loop.batches;
+    const GemmParams& params = batches.params;
     const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32;
     const int end = min(row_end, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
     if constexpr (Config::kNumSlabs > 0) {
       if (Config::kGrouping == kNoGroups || __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
         store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
-                  Config::kNumSlabs>(&params.out_map, shared.slabs[consumer], promoted, row, column,
-                                     consumer, warp, lane);
+                  Config::kNumSlabs>(&params.out_map, batches.shared.slabs[batches.consumer],
+                                     batches.promoted, row, column, batches.consumer, warp, lane);
         return;
       }
     }
     store_direct<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
-        params.out, params.accum, promoted, end, params.n, row, column, warp, lane);
+        params.out, params.accum, batches.promoted, end, params.n, row, column, warp, lane);
   }
 };
 
