@@ -36,8 +36,9 @@
 // Sources: PTX ISA wgmma.mma_async, cp.async.bulk.tensor, mbarrier, setmaxnreg.
 #pragma once
 
+#include "bulk_loader.cuh"
 #include "consumer.cuh"
-#include "producer.cuh"
+#include "scale_writer.cuh"
 #include "scheduler.cuh"
 
 extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 1)
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   using Scheduler = typename SchedulerOf<Config, Config::kGrouping>::Type;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& shared = *reinterpret_cast<typename Tile::SharedStorage*>(dynamic_smem);
-  const bool stores_scales = Producer<Config, Scheduler>::stores_scales(params);
+  const bool writes_scales = ScaleWriter<Config, Scheduler>::is_needed(params);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
 
   // Initialise the barriers, for the whole cluster.
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage], full_arrivals(stores_scales));
+      mbarrier_init(&shared.full[stage], full_arrivals(writes_scales));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
@@ -83,14 +84,13 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   if (warpgroup == Config::kNumConsumers) {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_dec<Config::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
-    Producer<Config, Scheduler> producer{params, shared};
     if (warp == 0) {
       if (elect_one()) {
-        params.lhs_rows % 4 == 0 ? producer.template load_in_bulk<true>()
-                                 : producer.template load_in_bulk<false>();
+        BulkLoader<Config, Scheduler> loader{params, shared};
+        params.lhs_rows % 4 == 0 ? loader.template run<true>() : loader.template run<false>();
       }
-    } else if (warp == 1 && stores_scales) {
-      producer.store_scales();
+    } else if (warp == 1 && writes_scales) {
+      ScaleWriter<Config, Scheduler>{params, shared}.run();
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();
