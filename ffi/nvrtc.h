@@ -1,23 +1,19 @@
-// NVRTC, opened at run time: CUDA C++ text -> sm_90a cubin. Needs no GPU and no CUDA headers.
+// NVRTC, found and opened at run time. Needs no GPU and no CUDA headers.
 
 #ifndef JAX_FP8GEMM_NVRTC_H_
 #define JAX_FP8GEMM_NVRTC_H_
 
 #include <cstddef>
-#include <map>
 #include <string>
 #include <vector>
 
-#include "jit.h"
+#include "errors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
 
 typedef int nvrtcResult;
 typedef struct _nvrtcProgram* nvrtcProgram;
-
-// File name -> text of everything that a kernel may include.
-using Headers = std::map<std::string, std::string>;
 
 struct Nvrtc {
   std::string path;
@@ -37,9 +33,6 @@ struct Nvrtc {
   nvrtcResult (*nvrtcGetCUBIN)(nvrtcProgram program, char* cubin);
 };
 
-// The options of every compilation; part of the cache key.
-const std::vector<std::string>& NvrtcOptions();
-
 // Opens the first candidate that works and is new enough. A candidate is a path, or a soname for
 // the linker to find. The library stays open. The error lists every candidate with its fault.
 ffi::ErrorOr<const Nvrtc*> OpenNvrtc(const std::vector<std::string>& candidates);
@@ -51,10 +44,6 @@ std::string FirstNvrtcFile(const std::vector<std::string>& candidates);
 // What tells one build of NVRTC from another without opening it (12 ms): its file name, its size
 // and its first page, which holds the linker's build ID. "" if it cannot be read.
 std::string NvrtcFingerprint(const std::string& path);
-
-// Compiles one kernel. The error carries NVRTC's log.
-ffi::ErrorOr<Cubin> CompileCubin(const Nvrtc& nvrtc, const KernelSource& source,
-                                 const Headers& headers);
 
 }  // namespace jax_fp8gemm
 

@@ -1,0 +1,112 @@
+#include "read_or_compile.h"
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+#include "disk_cache.h"
+#include "dump.h"
+#include "errors.h"
+#include "nvrtc.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+namespace fs = std::filesystem;
+
+const Headers& GetHeaders(JitSetup& setup) {
+  std::call_once(setup.headers_read, [&] {
+    std::error_code error;
+    for (const fs::directory_entry& file :
+         fs::directory_iterator(setup.options.source_dir, error)) {
+      if (file.path().extension() != ".cuh") continue;
+      std::ifstream stream(file.path(), std::ios::binary);
+      setup.headers[file.path().filename().string()] =
+          std::string((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+    }
+  });
+  return setup.headers;
+}
+
+// Everything that the cubin depends on. `nvrtc_path` stands for the compiler.
+std::string CacheKey(const KernelSource& source, const Headers& headers,
+                     const std::string& nvrtc_path) {
+  Hasher hasher;
+  hasher.Update(NvrtcFingerprint(nvrtc_path));
+  for (const std::string& option : NvrtcOptions()) hasher.Update(option);
+  hasher.Update(source.name);
+  hasher.Update(source.text);
+  for (const auto& [name, text] : headers) {
+    hasher.Update(name);
+    hasher.Update(text);
+  }
+  return hasher.Hex();
+}
+
+// One line for the user. Once a process, or a full disk would repeat it for each kernel.
+void WarnOnce(const std::string& message) {
+  static std::once_flag& warned = *new std::once_flag();
+  std::call_once(warned,
+                 [&] { std::fprintf(stderr, "jax_fp8gemm: warning: %s\n", message.c_str()); });
+}
+
+ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup) {
+  const auto start = std::chrono::steady_clock::now();
+  const JitOptions& options = setup.options;
+  const Headers& headers = GetHeaders(setup);
+  auto read = [&](const std::string& nvrtc_path) -> std::optional<Cubin> {
+    if (options.cache_dir.empty() || nvrtc_path.empty()) return std::nullopt;
+    const std::string key = CacheKey(source, headers, nvrtc_path);
+    std::optional<Cubin> cubin = ReadEntry(EntryPath(options.cache_dir, source.name, key), key);
+    if (cubin.has_value()) {
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+      ReportKernel(options, *cubin, "read from disk", elapsed.count());
+    }
+    return cubin;
+  };
+
+  // Without opening NVRTC, if its file is known: a hit costs the reading of a few small files.
+  const std::string nvrtc_file = FirstNvrtcFile(options.nvrtc_paths);
+  if (std::optional<Cubin> cubin = read(nvrtc_file)) return *std::move(cubin);
+  FFI_ASSIGN_OR_RETURN(const Nvrtc* nvrtc, OpenNvrtc(options.nvrtc_paths));
+  if (nvrtc->path != nvrtc_file) {
+    if (std::optional<Cubin> cubin = read(nvrtc->path)) return *std::move(cubin);
+  }
+  FFI_ASSIGN_OR_RETURN(Cubin cubin, CompileCubin(*nvrtc, source, headers));
+  ReportKernel(options, cubin,
+               StrCat("compiled by NVRTC ", nvrtc->major, ".", nvrtc->minor).c_str(),
+               cubin.seconds);
+  if (!options.cache_dir.empty()) {
+    const std::string key = CacheKey(source, headers, nvrtc->path);
+    const std::string fault =
+        WriteEntry(EntryPath(options.cache_dir, source.name, key), key, cubin);
+    if (!fault.empty()) WarnOnce("kernels are kept in memory only; cannot write " + fault);
+  }
+  return cubin;
+}
+
+}  // namespace
+
+void ReportKernel(const JitOptions& options, const Cubin& cubin, const char* origin,
+                  double seconds) {
+  if (!options.is_debug) return;
+  std::fprintf(
+      stderr, "jax_fp8gemm jit: %s: %s in %.3f s; %d registers, %d spill bytes, %zu byte cubin\n",
+      cubin.name.c_str(), origin, seconds, cubin.registers, cubin.spill_bytes, cubin.image.size());
+}
+
+ffi::ErrorOr<Cubin> ReadOrCompile(const KernelSource& source, JitSetup& setup) {
+  FFI_ASSIGN_OR_RETURN(Cubin cubin, FromDiskOrNvrtc(source, setup));
+  if (!setup.options.dump_dir.empty()) {
+    const std::string fault = DumpKernel(setup.options.dump_dir, source, cubin);
+    if (!fault.empty()) WarnOnce(fault);
+  }
+  return cubin;
+}
+
+}  // namespace jax_fp8gemm
