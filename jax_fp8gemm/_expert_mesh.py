@@ -85,7 +85,7 @@ class MeshLayout:
     def place(self, x: Any, spec: PartitionSpec) -> jax.Array:
         """`x` as `spec` says over the Explicit axes; XLA moves it along the others."""
         x = jnp.asarray(x)
-        explicit = set(jax.typeof(x).sharding.mesh.explicit_axes)
+        explicit = set(self.mesh.abstract_mesh.explicit_axes)
         if not explicit:
             return x
         as_tuple = lambda axes: axes if isinstance(axes, tuple) else (axes,)

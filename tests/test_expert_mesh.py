@@ -26,7 +26,7 @@ from test_expert_parallel import (
 from test_moe import TOLERANCE, random
 from test_partition import place
 
-from jax_fp8gemm import BF16, DEEPSEEK_V3
+from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe
 from jax_fp8gemm.moe import moe_layer
 
 
@@ -64,6 +64,23 @@ def test_logits_on_a_mesh_of_explicit_axes():
     out = jax.jit(layer)(*operands)
     assert jax.typeof(out).sharding.spec == P(("x", "y"), None)
     assert_close([out], truth()[:1], TOLERANCE[BF16])
+
+
+def test_operands_that_lie_on_no_mesh_yet():
+    """The result is that of one device, which reads the same FP8 where scales are powers of two."""
+    recipe = Recipe(pow2_scale=True)
+    x, indices, probs, *weights, dout = problem()
+    on = mesh(EXPLICIT, shape=(4,))
+    layer = functools.partial(moe_layer, expert_axis="x", recipe=recipe)
+    run = jax.jit(functools.partial(vjp, functools.partial(layer, mesh=on)))
+    out, *gradients = run(x, indices, probs, *weights, dout)
+    assert_close(gradients, truth()[1:], TOLERANCE[DEEPSEEK_V3])
+    one = jax.jit(functools.partial(moe_layer, recipe=recipe))(x, (indices, probs), *weights)
+    # f32 sums of a token's experts, in another order.
+    assert_close([out], [one], 1e-12)
+    with jax.set_mesh(on):
+        as_numpy = jax.tree.map(np.asarray, (x, (indices, probs), *weights))
+        reference.assert_same_bits(jax.jit(layer)(*as_numpy), out)
 
 
 WIDE_D, WIDE_F = 256, 128
