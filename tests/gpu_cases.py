@@ -172,6 +172,13 @@ def digest(*arrays: jax.Array) -> str:
     return sha.hexdigest()
 
 
+def thunks(folder: pathlib.Path) -> str:
+    """What XLA wrote about the steps of the programs."""
+    files = [path for path in folder.iterdir() if "thunk" in path.name]
+    assert files, sorted(path.name for path in folder.iterdir())
+    return "\n".join(path.read_text(errors="replace") for path in files)
+
+
 def run_program(
     *arguments: str,
     program: str = "gpu_program.py",

@@ -1,10 +1,11 @@
-"""Products on a mesh of all GPUs: bits, what is moved, and loading beside collectives.
+"""Products on a mesh of all GPUs: bits, what is moved, loading beside collectives, CUDA graphs.
 
 Small integers times a power of two for each scale block make every sum exact, in any order.
 """
 
 import functools
 import math
+import os
 import re
 
 import gpu_cases
@@ -240,14 +241,26 @@ def test_gradients_in_shard_map():
         reference.assert_same_bits(x, y)
 
 
+def mesh_program(**environment):
+    """A hash of the gradients of a process of its own."""
+    run = gpu_cases.run_program(program="mesh_program.py", timeout=200, **environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    return run.stdout
+
+
 def test_kernels_loaded_beside_collectives(tmp_path):
-    """A process of its own: compiles all its kernels, and then another that finds them on disk."""
+    """By a process that compiles them, and then by one that finds them on disk."""
     all_gpus(AUTO)
-    hashes = set()
-    for _ in range(2):
-        run = gpu_cases.run_program(
-            program="mesh_program.py", timeout=200, JAX_FP8GEMM_CACHE_DIR=str(tmp_path)
-        )
-        assert run.returncode == 0, run.stderr
-        hashes.add(run.stdout.strip())
-    assert len(hashes) == 1 and next(iter(hashes))
+    first, second = (mesh_program(JAX_FP8GEMM_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first == second
+
+
+def test_inside_cuda_graphs(tmp_path):
+    """Every thunk in a graph: the bits of no graphs."""
+    all_gpus(AUTO)
+    flags = os.environ.get("XLA_FLAGS", "")
+    in_graphs = f"{flags} --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    found = mesh_program(XLA_FLAGS=in_graphs)
+    assert "kCommandBuffer" in gpu_cases.thunks(tmp_path), "no CUDA graph was made"
+    assert found == mesh_program(XLA_FLAGS=f"{flags} --xla_gpu_enable_command_buffer=")

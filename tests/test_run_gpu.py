@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,20 +22,13 @@ def _plain_hash() -> str:
     return run.stdout.strip()
 
 
-def _thunks(folder: pathlib.Path) -> str:
-    """What XLA wrote about the steps of the programs."""
-    files = [path for path in folder.iterdir() if "thunk" in path.name]
-    assert files, sorted(path.name for path in folder.iterdir())
-    return "\n".join(path.read_text(errors="replace") for path in files)
-
-
 def test_inside_cuda_graphs(tmp_path):
     """Every thunk in a graph; replayed with the same addresses: the hashes of no graphs."""
     flags = f"{_FLAGS} --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
     run = gpu_cases.run_program("--repeat", "20", XLA_FLAGS=flags)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == _plain_hash()
-    assert "kCommandBuffer" in _thunks(tmp_path), "no CUDA graph was made"
+    assert "kCommandBuffer" in gpu_cases.thunks(tmp_path), "no CUDA graph was made"
 
 
 def test_default_flags():
