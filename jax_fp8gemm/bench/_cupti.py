@@ -6,6 +6,7 @@ CUpti_ActivityKernel4 to 10, CUpti_ActivityMemcpy6 and CUpti_ActivityMemset4 agr
 module serves CUDA 12 and 13. Source: https://docs.nvidia.com/cupti/api/group__CUPTI__ACTIVITY__API.html
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -60,6 +61,9 @@ class Cupti:
         self._request = _Request(self._on_request)
         self._complete = _Complete(self._on_complete)
         self._call("cuptiActivityRegisterCallbacks", self._request, self._complete)
+        # Else CUPTI may hand back a buffer that another GPU has begun after a recording, when the
+        # process ends and there is no Python left to take it.
+        atexit.register(self._flush)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Activity]]:
@@ -77,11 +81,13 @@ class Cupti:
         finally:
             for kind in _KINDS:
                 self._call("cuptiActivityDisable", ctypes.c_int(kind))
-            # Forced, so that CUPTI keeps no buffer to hand to a Python that has shut down.
-            self._call("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
+            self._flush()
         activities.extend(sorted(self._activities, key=lambda activity: activity.start_ns))
         if not activities:
             raise CuptiError("bench: CUPTI must see the device's work; got no record of any")
+
+    def _flush(self) -> None:
+        self._call("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
