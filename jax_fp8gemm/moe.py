@@ -186,6 +186,8 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
             f"{op}: weights must be one for each of indices {_checks.short_type(indices)}; "
             f"got weights {_checks.short_type(weights)}"
         )
+    if indices.shape[1] == 0:
+        raise ValueError(f"{op}: indices must name at least one expert of a token; got top_k 0")
     if top_k not in (None, indices.shape[1]):
         raise ValueError(
             f"{op}: top_k must be None or that of indices {_checks.short_type(indices)}; "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ragged_cases
 import second_stream
 from gpu_cases import assert_same, bits
 
@@ -43,6 +44,31 @@ def _ranges(sizes, m):
 def _poison(x: jf.ScaledArray, first: int) -> jf.ScaledArray:
     """Rows from `first` on hold NaN."""
     return jf.ScaledArray(x.values, x.scale.at[first:].set(jnp.nan), block=x.block)
+
+
+@pytest.mark.parametrize("g", [33, 1024])
+def test_more_groups_than_a_warp_has_lanes(g):
+    """Small integers, which make every sum exact: the bits of float64."""
+    rng = np.random.default_rng(0)
+    sizes = rng.choice([0, 0, 1, 2, 3, 5, 8], g)
+    sizes[[31, 32]] = 130, 7
+    integers = lambda *shape: rng.integers(-3, 4, shape).astype(np.float32)
+    m = int(sizes.sum()) + 9
+    operands = (
+        integers(m, 256),
+        integers(g, 256, 136),
+        jnp.asarray(sizes, jnp.int32),
+        integers(m, 136),
+    )
+    found = jax.jit(
+        functools.partial(
+            ragged_cases.vjp,
+            recipe=jf.Recipe(pow2_scale=True),
+            implementation=gpu_cases.IMPLEMENTATION,
+        )
+    )(*operands)
+    expected = [np.float32(x) for x in ragged_cases.truth(*operands, pow2=True)]
+    ragged_cases.assert_all_same_bits(found, expected)
 
 
 @sizes_cases

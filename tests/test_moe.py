@@ -235,6 +235,7 @@ BAD_LAYERS = [
     ((X, (TOP, X[:, :2]), UP, DOWN), dict(top_k=3), ValueError,
      r"top_k must be None or that of indices s32\[4,2\]; got 3"),
     ((X, (TOP[1:], X[:, :2]), UP, DOWN), {}, ValueError, "indices must have the leading dim"),
+    ((X, (TOP[:, :0], X[:, :0]), UP, DOWN), {}, ValueError, "at least one expert .*; got top_k 0"),
     ((X, (X, X), UP, DOWN), {}, TypeError, r"indices must be integers; got .* f32\[4,3\]"),
     ((X, (TOP, TOP), UP, DOWN), {}, TypeError, "weights must be "),
     ((X, (TOP, X), UP, DOWN), {}, ValueError,
