@@ -7,8 +7,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <random>
+#include <sstream>
 #include <system_error>
 
 #include "errors.h"
@@ -88,9 +88,10 @@ std::string EntryPath(const std::string& cache_dir, const std::string& name,
 
 std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key) {
   std::ifstream stream(path, std::ios::binary);
-  if (!stream) return std::nullopt;
-  const std::string file((std::istreambuf_iterator<char>(stream)),
-                         std::istreambuf_iterator<char>());
+  std::ostringstream text;
+  // Unlike iterators, << does not throw where reading fails.
+  if (!stream || !(text << stream.rdbuf())) return std::nullopt;
+  const std::string file = text.str();
   FileHeader header;
   if (file.size() < sizeof(header)) return std::nullopt;
   std::memcpy(&header, file.data(), sizeof(header));

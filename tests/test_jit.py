@@ -100,6 +100,15 @@ def test_a_damaged_entry_is_rebuilt(cache_dir, damage):
     assert _compile() == {**cold, "from_disk": True}
 
 
+def test_an_entry_that_cannot_be_read_is_compiled_again(cache_dir):
+    cold = _compile()
+    (entry,) = cache_dir.iterdir()
+    entry.unlink()
+    entry.mkdir()
+    _configure(cache_dir)
+    assert _compile() == cold
+
+
 def test_a_changed_source_is_another_entry(cache_dir, tmp_path):
     _compile()
     source_dir = tmp_path / "cuda"
