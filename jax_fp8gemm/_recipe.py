@@ -57,9 +57,11 @@ class Recipe:
             "fp8_combine": (False, True),
         }
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
+            value = getattr(self, name)
+            # By type too: an array would compare element by element, and has no hash.
+            if not any(type(value) is type(known) and value == known for known in values):
                 expected = " or ".join(map(repr, values))
-                raise ValueError(f"Recipe: {name} must be {expected}; got {getattr(self, name)!r}")
+                raise ValueError(f"Recipe: {name} must be {expected}; got {value!r}")
         if self.fp8_combine and not self.travels_as_fp8:
             raise ValueError(
                 "Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'; "

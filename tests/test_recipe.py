@@ -1,6 +1,8 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import raises
 
@@ -28,6 +30,8 @@ def test_is_frozen_and_hashable():
         ("fwd", "e4m3fn", "'e4m3' or 'e5m2' or None"),
         ("bwd", None, "'e4m3' or 'e5m2'"),
         ("lhs_block", (128, 128), "(1, 128)"),
+        ("lhs_block", np.array([1, 128]), "(1, 128)"),
+        ("pow2_scale", jnp.array(True), "False or True"),
         ("rhs_block", (1, 128), "(128, 128)"),
         ("pow2_scale", "yes", "False or True"),
         ("wgrad", "f32", "'fp8' or 'bf16'"),
