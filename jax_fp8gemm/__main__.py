@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "info":
         print(backend_info())
         return 0
+    if options.jobs < 1:
+        precompile.error(f"--jobs must be at least 1; got {options.jobs}")
+    folder = _environment.cache_dir()
+    fault = _environment.cache_fault(folder) if folder else "empty"
+    if fault is not None:
+        print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")
+        return 1
     return _precompile(options.all_formats, options.jobs)
 
 
@@ -58,8 +65,8 @@ def _precompile(all_formats: bool, jobs: int) -> int:
                 continue
             num_cached += report.cached
             print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
-    cache_dir = _environment.cache_dir() or "no folder: JAX_FP8GEMM_CACHE_DIR is empty"
-    print(f"{len(tasks) - num_failed} kernels in {cache_dir}: {num_cached} were there already")
+    where = _environment.cache_dir()
+    print(f"{len(tasks) - num_failed} kernels in {where}: {num_cached} were there already")
     return 1 if num_failed else 0
 
 

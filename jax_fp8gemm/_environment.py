@@ -21,9 +21,18 @@ def source_dir() -> str:
 def cache_dir() -> str:
     """The cache folder, which need not exist; "" for none."""
     if (value := os.environ.get("JAX_FP8GEMM_CACHE_DIR")) is not None:
-        return value
+        return os.path.expanduser(value)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
+
+
+def cache_fault(folder: str) -> str | None:
+    """Makes the folder; why kernels cannot be kept in it, or None."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return None if os.access(folder, os.W_OK | os.X_OK) else "not writable"
 
 
 def nvrtc_paths() -> list[str]:
@@ -48,4 +57,4 @@ def is_debug() -> bool:
 
 
 def dump_dir() -> str:
-    return os.environ.get("JAX_FP8GEMM_DUMP_DIR", "")
+    return os.path.expanduser(os.environ.get("JAX_FP8GEMM_DUMP_DIR", ""))

@@ -5,7 +5,6 @@ works on any machine; `unavailable_reason` opens both, once.
 """
 
 import functools
-import os
 import re
 import warnings
 from pathlib import Path
@@ -140,12 +139,7 @@ def check_cache_dir() -> None:
     """Makes the cache folder; warns and goes on without one if it cannot be written."""
     if not (cache_dir := _environment.cache_dir()):
         return
-    try:
-        os.makedirs(cache_dir, exist_ok=True)
-        fault = None if os.access(cache_dir, os.W_OK | os.X_OK) else "not writable"
-    except OSError as error:
-        fault = error.strerror
-    if fault is not None:
+    if (fault := _environment.cache_fault(cache_dir)) is not None:
         _configure(cache_dir="")
         warnings.warn(
             f"jax_fp8gemm: cache folder {cache_dir}: {fault}; kernels are kept in memory only. "

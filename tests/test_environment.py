@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from jax_fp8gemm import _backend_info, _environment
+import pytest
+
+from jax_fp8gemm import __main__, _backend_info, _environment
 
 
 def test_the_environment_picks_one_nvrtc(monkeypatch):
@@ -24,6 +26,21 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/h")
     assert _environment.cache_dir() == "/h/.cache/jax_fp8gemm"
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "~/a")
+    assert _environment.cache_dir() == "/h/a"
+
+
+def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    for value, fault in ((str(file), "File exists"), ("", "empty")):
+        monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", value)
+        assert __main__.main(["precompile"]) == 1
+        expected = f"must be a writable folder; got '{value}': {fault}"
+        assert expected in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        __main__.main(["precompile", "-j", "0"])
+    assert "--jobs must be at least 1; got 0" in capsys.readouterr().err
 
 
 def test_the_kernel_sources_are_found():
