@@ -37,16 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.jobs < 1:
         precompile.error(f"--jobs must be at least 1; got {options.jobs}")
+    return _precompile(options.all_formats, options.jobs)
+
+
+def _precompile(all_formats: bool, jobs: int) -> int:
+    """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
+    folder to go to."""
     folder = _environment.cache_dir()
     fault = _environment.cache_fault(folder) if folder else "empty"
     if fault is not None:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")
         return 1
-    return _precompile(options.all_formats, options.jobs)
-
-
-def _precompile(all_formats: bool, jobs: int) -> int:
-    """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed."""
     gemm = _kernels.gemm_kernels(_ffi.num_sms(), all_formats=all_formats)
     tasks = [partial(_jit.compile_gemm, config) for config in gemm]
     for e5m2, pow2_scale in _kernels.formats(all_formats):
@@ -65,8 +66,7 @@ def _precompile(all_formats: bool, jobs: int) -> int:
                 continue
             num_cached += report.cached
             print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
-    where = _environment.cache_dir()
-    print(f"{len(tasks) - num_failed} kernels in {where}: {num_cached} were there already")
+    print(f"{len(tasks) - num_failed} kernels in {folder}: {num_cached} were there already")
     return 1 if num_failed else 0
 
 

@@ -17,9 +17,9 @@ struct BulkLoader {
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
 
-  // By one lane: everything that is copied in bulk. kIsAligned: lhs_rows is
-  // a multiple of 4, so that row scales have a tensor map. NOTE: what this lane does in a k-block
-  // costs, although it mostly waits: with a branch here large products took 2-5 % longer.
+  // By one lane: everything that is copied in bulk. kIsAligned: lhs_rows is a multiple of 4, so
+  // that row scales have a tensor map. NOTE: what this lane does in a k-block costs, although it
+  // mostly waits: with a branch here large products took 2-5 % longer.
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
