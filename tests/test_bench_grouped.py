@@ -11,6 +11,7 @@ from jax_fp8gemm import _ffi, _tile_config, bench
 from jax_fp8gemm.bench import (
     _case,
     _cli,
+    _data,
     _grouped,
     _grouped_peers,
     _grouped_problem,
@@ -118,6 +119,21 @@ def test_cases_run(family, out_shape):
         assert call.run().shape == out.shape  # once more: an accumulator was donated
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_weight_gradients_of_lax_are_those_of_the_groups(accumulate):
+    sizes = np.array([128, 0, 256], np.int32)
+    call = _grouped_peers.wgrad_peers(TINY, sizes, accumulate)["lax_ragged_dot"]()
+    call.run()
+    out = np.asarray(call.run())  # the second: an accumulator holds two then
+    lhs, rhs = (
+        np.asarray(_data.normal(384, n, seed=i), np.float64) for i, n in enumerate((100, 256))
+    )
+    ends = np.cumsum(sizes)
+    for i, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        expected = (1 + accumulate) * lhs[begin:end].T @ rhs[begin:end]
+        np.testing.assert_allclose(out[i], expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_write_the_schema(family, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)  # absent, also where it is installed
@@ -136,9 +152,10 @@ def test_families_write_the_schema(family, tmp_path, capsys, monkeypatch):
         common = {"groups", "n", "k", "us", "tflops", "gbps", "config", "peers"}
         assert own | common | {"family"} <= set(row)
         assert (row["family"], row["groups"], row["n"], row["us"]) == (family, 3, 256, 4.0)
-        assert row["peers"] == ({"lax_ragged_dot": 4.0} if family == "ragged" else {})
+        assert row["peers"] == ({} if family == "masked" else {"lax_ragged_dot": 4.0})
     printed = capsys.readouterr().out
-    assert ("tokamax: not timed everywhere: ModuleNotFoundError" in printed) == (family == "ragged")
+    is_absent = "tokamax: not timed everywhere: ModuleNotFoundError" in printed
+    assert is_absent == (family != "masked")
 
 
 def test_deepgemm_is_estimated_by_its_rate():

@@ -17,10 +17,9 @@ from jax_fp8gemm.bench._data import (
     quantize_rows,
     with_rows_minor,
 )
-from jax_fp8gemm.bench._grouped_peers import masked_peers, ragged_peers
+from jax_fp8gemm.bench._grouped_peers import masked_peers, ragged_peers, wgrad_peers
 from jax_fp8gemm.bench._grouped_problem import draw_sizes, masked_rows, ragged_work, wgrad_work
-from jax_fp8gemm.bench._peers import peer_calls
-from jax_fp8gemm.bench._problem import GroupedShape, Shape
+from jax_fp8gemm.bench._problem import GroupedShape
 from jax_fp8gemm.bench._timer import Call
 
 _BLOCK = 128
@@ -89,14 +88,13 @@ def _wgrad(shape: GroupedShape, accumulate: bool) -> Case:
         return gemm_call(multiply, (lhs, rhs, jnp.asarray(sizes)), total)
 
     extent = _groups.ragged_extent(tokens, groups)  # what the operands have for any sizes
-    yardstick = "cublaslt_tensorwise"  # as many FLOP in one dense product
     return Case(
         labels=dict(groups=groups, m=m, n=n, expected_k=shape.k, k=tokens, accumulate=accumulate),
         shape=shape,
         work=wgrad_work(shape, tokens, accumulate),
         config=_config_text(m, n, extent, groups, is_1d1d=True, accumulate=accumulate),
         build=build,
-        peers={yardstick: peer_calls(Shape(m, n, tokens), is_1d1d=True)[yardstick]},
+        peers=wgrad_peers(shape, sizes, accumulate),
         tiles=_tile_config.configs(_tile_config.GROUPED_CONTRACTION, is_1d1d=True, out_f32=True),
     )
 

@@ -1,12 +1,14 @@
 """Other implementations of grouped products, timed in the same run where they can be imported.
 
-- lax_ragged_dot: jax.lax.ragged_dot on bf16.
-- tokamax: tokamax.ragged_dot on bf16, its Mosaic GPU kernel.
-- deepgemm: DeepGEMM, each group padded to 128 rows, or masked.
+- lax_ragged_dot: jax.lax.ragged_dot on bf16; for weight gradients jax.lax.ragged_dot_general.
+- tokamax: the same of tokamax, its Mosaic GPU kernel.
+- deepgemm: DeepGEMM, each group padded to 128 rows, or masked; its weight gradient, which needs the
+  sizes on the host, is only ever accumulated.
 - cublaslt_tensorwise: torch._scaled_mm of all valid rows with one matrix. As many FLOP, an easier
   job: what a dense product would take.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -16,13 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8gemm.bench._case import gemm_call
 from jax_fp8gemm.bench._data import normal, normal_groups
 from jax_fp8gemm.bench._peers import load_torch, peer_calls, torch_fp8, torch_scales
 from jax_fp8gemm.bench._problem import GroupedShape, Shape
 from jax_fp8gemm.bench._timer import Call, jax_queue
 
 _BLOCK = 128
-RaggedDot = Callable[..., jax.Array]  # (lhs, rhs, group_sizes=)
+# lhs (tokens, m), rhs (tokens, n) -> (groups, m, n)
+_RAGGED_CONTRACTION = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+RaggedDot = Callable[..., jax.Array]  # (lhs, rhs, group_sizes)
 
 
 def ragged_peers(shape: GroupedShape, sizes: np.ndarray) -> dict[str, Callable[[], Call]]:
@@ -47,10 +56,31 @@ def masked_peers(
     return {"deepgemm": functools.partial(_deepgemm_masked, shape, sizes, max_m)}
 
 
+def wgrad_peers(
+    shape: GroupedShape, sizes: np.ndarray, accumulate: bool
+) -> dict[str, Callable[[], Call]]:
+    """As `ragged_peers`, for the weight gradient of each group; sizes: its tokens."""
+    build, yardstick = functools.partial, "cublaslt_tensorwise"
+    dense = Shape(shape.m, shape.n, int(sizes.sum()))
+    peers = {
+        yardstick: peer_calls(dense, is_1d1d=True)[yardstick],
+        "lax_ragged_dot": build(
+            _jax_wgrad, shape, sizes, accumulate, lambda: jax.lax.ragged_dot_general
+        ),
+        "tokamax": build(_jax_wgrad, shape, sizes, accumulate, _tokamax_ragged_dot_general),
+    }
+    return peers | {"deepgemm": build(_deepgemm_wgrad, shape, sizes)} if accumulate else peers
+
+
 def tokamax_ragged_dot() -> RaggedDot:
     """tokamax's product on its Mosaic GPU kernel. Raises: ImportError."""
     tokamax = importlib.import_module("tokamax")
     return functools.partial(tokamax.ragged_dot, implementation="mosaic")
+
+
+def _tokamax_ragged_dot_general() -> RaggedDot:
+    tokamax = importlib.import_module("tokamax")
+    return functools.partial(tokamax.ragged_dot_general, implementation="mosaic")
 
 
 def _jax_call(shape: GroupedShape, sizes: np.ndarray, load: Callable[[], RaggedDot]) -> Call:
@@ -60,6 +90,31 @@ def _jax_call(shape: GroupedShape, sizes: np.ndarray, load: Callable[[], RaggedD
     group_sizes = jnp.asarray(sizes)
     run = jax.jit(lambda lhs, rhs, group_sizes: product(lhs, rhs, group_sizes=group_sizes))
     return Call(lambda: run(lhs, rhs, group_sizes), jax_queue())
+
+
+def _jax_wgrad(
+    shape: GroupedShape, sizes: np.ndarray, accumulate: bool, load: Callable[[], RaggedDot]
+) -> Call:
+    product, tokens, m, n = load(), int(sizes.sum()), shape.m, shape.n or 0
+
+    def multiply(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        accumulate_into: jax.Array | None = None,
+    ) -> jax.Array:
+        out = product(
+            lhs,
+            rhs,
+            group_sizes,
+            ragged_dot_dimension_numbers=_RAGGED_CONTRACTION,
+            preferred_element_type=jnp.float32,
+        )
+        return out if accumulate_into is None else accumulate_into + out
+
+    operands = (normal(tokens, m, seed=0), normal(tokens, n, seed=1), jnp.asarray(sizes))
+    total = jnp.zeros((shape.groups, m, n), jnp.float32) if accumulate else None
+    return dataclasses.replace(gemm_call(multiply, operands, total), kernel="")
 
 
 def _deepgemm(shape: GroupedShape, sizes: np.ndarray) -> Call:
@@ -93,6 +148,21 @@ def _deepgemm_masked(shape: GroupedShape, sizes: np.ndarray, max_m: int) -> Call
     masked_m = torch.from_numpy(sizes).to("cuda")
     multiply = deep_gemm.m_grouped_fp8_gemm_nt_masked
     return Call(lambda: multiply((values, scales), rhs, out, masked_m, shape.m), queue, "gemm")
+
+
+def _deepgemm_wgrad(shape: GroupedShape, sizes: np.ndarray) -> Call:
+    deep_gemm = importlib.import_module("deep_gemm")
+    torch, queue = load_torch()
+    tokens, m, n = int(sizes.sum()), shape.m, shape.n or 0
+    # Each group's (rows, tokens) matrix one after another, in one dimension.
+    lhs, rhs = (
+        (torch_fp8(torch, rows, tokens).flatten(), torch_scales(torch, rows, tokens // _BLOCK))
+        for rows in (m, n)
+    )
+    total = torch.zeros(shape.groups, m, n, device="cuda")
+    on_host, on_device = sizes.tolist(), torch.from_numpy(sizes).to("cuda")
+    multiply = deep_gemm.k_grouped_fp8_gemm_nt_contiguous
+    return Call(lambda: multiply(lhs, rhs, total, on_host, on_device, total), queue, "gemm")
 
 
 def _deepgemm_weights(torch: Any, shape: GroupedShape) -> tuple[Any, Any]:
