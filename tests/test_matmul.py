@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import reference
 from errors import raises
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matmul_cases import RECIPES, K, M, N, assert_close, problem, random, vjp
 
 from jax_fp8gemm import BF16, matmul, quantize
@@ -37,6 +39,16 @@ def test_value_and_gradients_are_those_of_the_fake_quantised_product(name, dtype
     found = vjp(*operands, recipe=recipe)
     for x, expected in zip(found, reference.matmul_vjp(*operands, **kwargs), strict=True):
         assert_close(x, expected, dtype)
+
+
+@given(m=st.integers(0, 300), n=st.integers(0, 300), k=st.integers(0, 300))
+@settings(max_examples=12, deadline=None)
+def test_value_and_gradients_of_any_shape(m, n, k):
+    operands = random(m, k), random(k, n, seed=1), random(m, n, seed=2)
+    # jit: one program a shape instead of one an operation.
+    found = jax.jit(vjp)(*operands)
+    for x, expected in zip(found, reference.matmul_vjp(*operands), strict=True):
+        assert_close(x, expected, jnp.float32)
 
 
 def test_eager_equals_jit():
