@@ -131,7 +131,7 @@ def check_bool(op: str, **values: Any) -> None:
 
 def check_block(op: str, block: Any, *, name: str = "block") -> None:
     """ValueError unless `block` is one of the two supported scale blocks."""
-    if block not in BLOCKS:
+    if not isinstance(block, tuple) or block not in BLOCKS:
         raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {block!r}")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._explicit import result_specs, with_auto_axes
@@ -61,12 +62,12 @@ def quantize(
     _checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
     _check_operand(op, x, dtype, implementation)
     _checks.check_block(op, block)
-    if axis not in range(-x.ndim, x.ndim):
-        raise ValueError(f"{op}: axis must be -1 or -2; got {axis}, x {_checks.short_type(x)}")
-    axis = axis - x.ndim if axis >= 0 else axis
+    if not isinstance(axis, int | np.integer) or axis not in range(-x.ndim, x.ndim):
+        raise ValueError(f"{op}: axis must be -1 or -2; got {axis!r}, x {_checks.short_type(x)}")
+    given, axis = axis, axis - x.ndim if axis >= 0 else axis
     if axis != -1 and (axis != -2 or block != (1, 128)):
         raise ValueError(
-            f"{op}: axis must be -1, or -2 with block (1, 128); got axis {axis}, block {block}, "
+            f"{op}: axis must be -1, or -2 with block (1, 128); got axis {given}, block {block}, "
             f"x {_checks.short_type(x)}"
         )
     if with_transpose and block != (128, 128):
