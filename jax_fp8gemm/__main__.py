@@ -17,8 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # bench has a parser of its own, and modules that the other commands need not import.
     if arguments[:1] == ["bench"]:
-        from jax_fp8gemm import bench
-
+        try:
+            from jax_fp8gemm import bench
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("jax_fp8gemm"):
+                raise
+            print(f"bench needs {error.name}: pip install 'jax_fp8gemm[bench]'")
+            return 1
         return bench.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,5 +1,6 @@
 """backend_info: what the package found on this machine, for people to read."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -88,4 +89,8 @@ def _cache() -> str:
     cache_dir = _environment.cache_dir()
     if not cache_dir:
         return "none: kernels are kept in memory only"
-    return f"{cache_dir} ({len(list(Path(cache_dir).glob('*.kernel')))} kernels)"
+    folder = Path(cache_dir)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return f"none: {cache_dir} cannot be written; kernels are kept in memory only"
+    return f"{cache_dir} ({len(list(folder.glob('*.kernel')))} kernels)"

@@ -53,7 +53,8 @@ def nvrtc_paths() -> list[str]:
 
 
 def is_debug() -> bool:
-    return os.environ.get("JAX_FP8GEMM_JIT_DEBUG", "0") not in ("", "0")
+    value = os.environ.get("JAX_FP8GEMM_JIT_DEBUG", "")
+    return value.lower() not in ("", "0", "false", "no", "off")
 
 
 def dump_dir() -> str:

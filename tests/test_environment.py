@@ -1,9 +1,11 @@
 """What the environment says: which NVRTC, which cache folder, where the sources are."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+import jax_fp8gemm
 from jax_fp8gemm import __main__, _backend_info, _environment
 
 
@@ -28,6 +30,33 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert _environment.cache_dir() == "/h/.cache/jax_fp8gemm"
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "~/a")
     assert _environment.cache_dir() == "/h/a"
+
+
+def test_info_says_that_kernels_cannot_be_kept(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for value in (file, file / "below"):
+        monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(value))
+        expected = f"none: {value} cannot be written; kernels are kept in memory only"
+        assert _backend_info.backend_info().cache_dir == expected
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(tmp_path / "a" / "b"))
+    assert _backend_info.backend_info().cache_dir == f"{tmp_path}/a/b (0 kernels)"
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "No", "1", "true"])
+def test_the_environment_turns_reports_on(monkeypatch, value):
+    monkeypatch.setenv("JAX_FP8GEMM_JIT_DEBUG", value)
+    assert _environment.is_debug() == (value in ("1", "true"))
+
+
+def test_bench_says_what_it_needs(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("jax_fp8gemm.bench")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(jax_fp8gemm, "bench", raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert __main__.main(["bench", "dense"]) == 1
+    assert capsys.readouterr().out == "bench needs tqdm: pip install 'jax_fp8gemm[bench]'\n"
 
 
 def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
