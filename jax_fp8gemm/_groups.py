@@ -20,7 +20,7 @@ import numpy as np
 from jax_fp8gemm import _checks
 
 _BLOCK = _checks.SCALE_BLOCK
-_MAX_GROUPS = 1024
+MAX_GROUPS = 1024
 _INT32_MAX = 2**31 - 1
 
 
@@ -34,9 +34,9 @@ def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) 
             f"{op}: group_sizes must have one size for each of the {num_groups} groups of rhs; "
             f"got group_sizes {_checks.short_type(group_sizes)}"
         )
-    if not 1 <= g <= _MAX_GROUPS:
+    if not 1 <= g <= MAX_GROUPS:
         raise ValueError(
-            f"{op}: group_sizes must have 1 to {_MAX_GROUPS} groups; "
+            f"{op}: group_sizes must have 1 to {MAX_GROUPS} groups; "
             f"got group_sizes {_checks.short_type(group_sizes)}"
         )
 

@@ -120,7 +120,12 @@ def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
 def make_specs(
     op: str, x: Any, w_gate_up: Any, w_down: Any, recipe: Any, implementation: Implementation
 ) -> Specs:
-    """Checks what is static."""
+    """Checks what is static; on one device, whose experts these are."""
+    if not 1 <= w_gate_up.shape[0] <= _groups.MAX_GROUPS:
+        raise ValueError(
+            f"{op}: w_gate_up must hold 1 to {_groups.MAX_GROUPS} experts on a device; "
+            f"got {_checks.short_type(w_gate_up)}"
+        )
     weight = lambda w: None if isinstance(w, ScaledArray) else w
     kept = kernel_dtype(x.dtype)
     into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
