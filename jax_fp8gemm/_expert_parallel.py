@@ -14,11 +14,10 @@ from jax import lax
 from jax_fp8gemm._exchange import NAMES, AxisName, Exchange, Name, make_exchange
 from jax_fp8gemm._expert_mesh import MeshLayout, expert_mlp_on_mesh
 from jax_fp8gemm._expert_mlp import ExpertSpec, expert_mlp
-from jax_fp8gemm._matmul_spec import check_precision, kernel_dtype, make_spec
 from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._moe_mlp import make_specs
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import Recipe
-from jax_fp8gemm._scaled_array import ScaledArray
 from jax_fp8gemm._unquantised_exchange import unquantised_exchange
 from jax_fp8gemm._weights import without_gradient
 
@@ -133,21 +132,22 @@ def expert_parallel(
     sizes: dict[str, Any] = dict(
         size=lax.axis_size(axis), tokens=x.shape[0], top_k=indices.shape[1]
     )
-    if recipe.travels_as_fp8:
+    if recipe.is_fused:
         how: dict[str, Any] = dict(exchange=exchange, capacity=capacity, recipe=recipe)
         how |= dict(implementation=implementation, experts=experts) | sizes
         return expert_mlp(expert_spec(op, x, w_gate_up, w_down, axis, **how), *operands)
     # Derivatives pass through the exchange here, and it through one turn only.
     max_slots = x.shape[0] if capacity is None else experts * capacity
-    how_sent = make_exchange(exchange, axis, **sizes, max_slots=max_slots)
+    sender = make_exchange(exchange, axis, **sizes, max_slots=max_slots)
     max_rows = None if capacity is None else sizes["size"] * experts * capacity
-    return unquantised_exchange(how_sent, partial(layer, max_rows=max_rows), *operands)
+    return unquantised_exchange(sender, partial(layer, max_rows=max_rows), *operands)
 
 
 def expert_parallel_on_mesh(
     op: str,
     layout: MeshLayout,
-    choose: Callable[..., tuple[jax.Array, jax.Array, int | None]],
+    choose: Callable[[Any, int], tuple[jax.Array, jax.Array]],
+    capacity: Callable[[int, int], int | None],
     operands: tuple[Any, ...],
     *,
     exchange: Name | None,
@@ -156,22 +156,17 @@ def expert_parallel_on_mesh(
 ) -> jax.Array:
     """The layer on all tokens and experts, where the tokens travel as FP8.
 
-    choose: (router of a device's tokens, num_experts) -> indices, weights, capacity.
+    choose: (router of a device's tokens, num_experts) -> indices, weights.
+    capacity: (a device's choices, num_experts) -> what an expert takes of them at most.
     """
     x, router, w_gate_up, w_down = operands
-    if x.size == 0:
-        return x
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
-    num_experts, capacity = w_gate_up.shape[0], None
-
-    def choose_on_device(router):
-        nonlocal capacity
-        indices, weights, capacity = choose(router, num_experts)
-        return indices, weights
-
-    run = layout.map(choose_on_device, (layout.tokens,), layout.tokens)
+    num_experts = w_gate_up.shape[0]
+    run = layout.map(lambda y: choose(y, num_experts), (layout.tokens,), layout.tokens)
     indices, weights = run(router)
+    if x.size == 0:
+        return x
     names = layout.expert_axes
     spec = expert_spec(
         op,
@@ -184,7 +179,7 @@ def expert_parallel_on_mesh(
         top_k=indices.shape[1],
         experts=num_experts // layout.num_expert_devices,
         exchange=exchange,
-        capacity=capacity,
+        capacity=capacity(indices.size // layout.num_devices, num_experts),
         recipe=recipe,
         implementation=implementation,
     )
@@ -210,12 +205,7 @@ def expert_spec(
     """What is static about the layer: sizes are those of a device, x and weights of any extent."""
     max_slots = None if capacity is None else experts * capacity
     how = make_exchange(exchange, axis, size, tokens, top_k, max_slots)
-    weight = lambda w: None if isinstance(w, ScaledArray) else w
-    kept = kernel_dtype(x.dtype)
-    into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
-    h = jax.ShapeDtypeStruct((1, w_down.shape[1]), kept)
-    down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
-    check_precision(op, None, into)
+    into, down = make_specs(op, x, w_gate_up, w_down, experts, recipe, implementation)
     return ExpertSpec(into, down, how, experts, *_rows(how, experts, capacity))
 
 

@@ -35,12 +35,17 @@ class MatmulSpec:
         return REDUCE_DTYPES[self.recipe.reduce_dtype]
 
 
+def check_recipe(op: str, recipe: Any) -> None:
+    """TypeError unless `recipe` is a Recipe."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
+
+
 def make_spec(
     op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
 ) -> MatmulSpec:
     """Checks what is static; `rhs` is None where it is quantised already."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
+    check_recipe(op, recipe)
     _checks.check_implementation(op, implementation)
     dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
     # bf16, f16 and f32 promote to f32 unless equal.

@@ -26,7 +26,7 @@ from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._gather_quantize import gather_quantize
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
 from jax_fp8gemm._mesh_axes import match_varying, replicate
-from jax_fp8gemm._moe_mlp import is_fused, make_specs, moe_mlp
+from jax_fp8gemm._moe_mlp import make_specs, moe_mlp
 from jax_fp8gemm._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import Recipe
@@ -49,9 +49,10 @@ def local_layer(
     max_rows: that the indices make at most, if they make fewer than all.
     """
     op = "moe_layer"
-    specs = make_specs(op, x, w_gate_up, w_down, recipe, implementation)
-    if not is_fused(recipe):
-        rows, group_sizes, order = permute(x, indices, w_gate_up.shape[0])
+    num_experts = w_gate_up.shape[0]
+    specs = make_specs(op, x, w_gate_up, w_down, num_experts, recipe, implementation)
+    if not recipe.is_fused:
+        rows, group_sizes, order = permute(x, indices, num_experts)
         run = partial(moe_mlp, recipe=recipe, implementation=implementation)
         out = run(rows[:max_rows], w_gate_up, w_down, group_sizes)
         out = jnp.pad(out, ((0, rows.shape[0] - out.shape[0]), (0, 0)))

@@ -86,13 +86,14 @@ def moe_mlp(
     x, w_gate_up, w_down, group_sizes = operands
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])
-    specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)
+    num_experts = w_gate_up.shape[0]
+    specs = make_specs(_OP, x, w_gate_up, w_down, num_experts, recipe, implementation)
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
     w_down = without_gradient(_OP, "w_down", w_down)
     groups = _groups.as_int32(group_sizes), jnp.zeros((1,), jnp.int32)
     operands = jax.tree.map(jnp.asarray, (x, w_gate_up, w_down, groups))
     run = partial(_mlp, specs)
-    if not is_fused(recipe):
+    if not recipe.is_fused:
         run = partial(_unfused_mlp, recipe, implementation)
     out_spec = lambda: jax.typeof(operands[0]).sharding.spec
     return with_auto_axes(lambda *xs: run(*match_varying(*xs)), operands, out_spec)
@@ -109,6 +110,8 @@ def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
         check_weights(op, name, w)
         _checks.check_ndim(op, name, w, 3, layout)
     (_, d), (g, f, _) = x.shape, w_down.shape
+    if g == 0:
+        raise ValueError(f"{op}: w_down must hold an expert; got {_checks.short_type(w_down)}")
     if w_gate_up.shape != (g, d, 2 * f) or w_down.shape != (g, f, d):
         raise ValueError(
             f"{op}: x (m, d), w_gate_up (g, d, 2 f) and w_down (g, f, d) must share g, d and f; "
@@ -118,13 +121,19 @@ def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
 
 
 def make_specs(
-    op: str, x: Any, w_gate_up: Any, w_down: Any, recipe: Any, implementation: Implementation
+    op: str,
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    num_experts: int,
+    recipe: Any,
+    implementation: Implementation,
 ) -> Specs:
-    """Checks what is static; on one device, whose experts these are."""
-    if not 1 <= w_gate_up.shape[0] <= _groups.MAX_GROUPS:
+    """Checks what is static. num_experts: of one device."""
+    if num_experts > _groups.MAX_GROUPS:
         raise ValueError(
-            f"{op}: w_gate_up must hold 1 to {_groups.MAX_GROUPS} experts on a device; "
-            f"got {_checks.short_type(w_gate_up)}"
+            f"{op}: a device must hold at most {_groups.MAX_GROUPS} experts; got {num_experts}, "
+            f"w_gate_up {_checks.short_type(w_gate_up)}"
         )
     weight = lambda w: None if isinstance(w, ScaledArray) else w
     kept = kernel_dtype(x.dtype)
@@ -133,11 +142,6 @@ def make_specs(
     down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(op, None, into)
     return into, down
-
-
-def is_fused(recipe: Recipe) -> bool:
-    """Whether activations are quantised as they are computed, for both passes."""
-    return recipe.is_fp8 and recipe.wgrad == "fp8"
 
 
 def _check_group_sizes(group_sizes: Any, g: int) -> None:

@@ -62,7 +62,7 @@ class Recipe:
             if not any(type(value) is type(known) and value == known for known in values):
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"Recipe: {name} must be {expected}; got {value!r}")
-        if self.fp8_combine and not self.travels_as_fp8:
+        if self.fp8_combine and not self.is_fused:
             raise ValueError(
                 "Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'; "
                 f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
@@ -74,8 +74,9 @@ class Recipe:
         return self.fwd is not None
 
     @property
-    def travels_as_fp8(self) -> bool:
-        """Whether all that reads the tokens of an expert-parallel layer reads them quantised."""
+    def is_fused(self) -> bool:
+        """Whether experts quantise activations as they compute them, for both passes: tokens can then
+        travel as FP8."""
         return self.is_fp8 and self.wgrad == "fp8"
 
 

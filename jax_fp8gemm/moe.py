@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from jax_fp8gemm._expert_parallel import (
     lay_out,
 )
 from jax_fp8gemm._groups import as_int32
+from jax_fp8gemm._matmul_spec import check_recipe
 from jax_fp8gemm._mesh_axes import replicate
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
@@ -94,6 +96,8 @@ def moe_layer(
     x, w_gate_up, w_down = map(_checks.as_array, (x, w_gate_up, w_down))
     _check_options(op, router, top_k, scoring, normalize, capacity_factor)
     _check_mesh(op, expert_axis, exchange, mesh)
+    check_recipe(op, recipe)
+    _checks.check_implementation(op, implementation)
     check_unquantised(op, "x", x)
     _checks.check_min_ndim(op, "x", x, 1, "(..., d)")
     tokens = _fold(op, "x", x, x)
@@ -101,17 +105,25 @@ def moe_layer(
     router = _fold_router(op, router, x, top_k)
     operands = tokens, router, w_gate_up, w_down
     local = partial(local_layer, recipe=recipe, implementation=implementation)
-    choose = partial(_choose, op, top_k, scoring, normalize, capacity_factor)
+    capacity = partial(_capacity, capacity_factor)
+    choose = partial(_choose, op, top_k, scoring, normalize, capacity)
     if expert_axis is None:
-        indices, weights, _ = choose(router, w_gate_up.shape[0])
+        indices, weights = choose(router, w_gate_up.shape[0])
         return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
     names = axis_names(op, expert_axis, exchange)
     how = dict(exchange=exchange, recipe=recipe, implementation=implementation)
-    return _unfold(_spread(op, local, choose, operands, names, mesh, how), x)
+    return _unfold(_spread(op, local, choose, capacity, operands, names, mesh, how), x)
 
 
 def _spread(
-    op: str, local: Any, choose: Any, operands: Any, names: Any, mesh: Any, how: dict[str, Any]
+    op: str,
+    local: Any,
+    choose: Any,
+    capacity: Any,
+    operands: Any,
+    names: Any,
+    mesh: Any,
+    how: dict[str, Any],
 ) -> jax.Array:
     """The layer with its experts along the mesh axes `names`.
 
@@ -120,9 +132,10 @@ def _spread(
 
     def on_device(tokens, router, w_gate_up, w_down):
         num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
-        indices, weights, capacity = choose(router, num_experts)
+        indices, weights = choose(router, num_experts)
         parts = tokens, indices, weights, w_gate_up, w_down
-        return expert_parallel(op, local, parts, names=names, capacity=capacity, **how)
+        most = capacity(indices.size, num_experts)
+        return expert_parallel(op, local, parts, names=names, capacity=most, **how)
 
     if is_manual(names):
         if mesh is not None:
@@ -131,8 +144,8 @@ def _spread(
             )
         return on_device(*operands)
     layout = lay_out(op, operands, names, mesh)
-    if how["recipe"].travels_as_fp8:
-        return expert_parallel_on_mesh(op, layout, choose, operands, **how)
+    if how["recipe"].is_fused:
+        return expert_parallel_on_mesh(op, layout, choose, capacity, operands, **how)
     specs = layout.tokens, layout.tokens, layout.experts, layout.experts
     return layout.map(on_device, specs, layout.tokens)(*operands)
 
@@ -201,11 +214,11 @@ def _choose(
     top_k: Any,
     scoring: Scoring,
     normalize: bool,
-    capacity_factor: float | None,
+    capacity: Callable[[int, int], int | None],
     router: Any,
     num_experts: int,
-) -> tuple[jax.Array, jax.Array, int | None]:
-    """Indices and weights (m, top_k), and what an expert takes at most."""
+) -> tuple[jax.Array, jax.Array]:
+    """Indices and weights (m, top_k), of the choices that the experts take."""
     if isinstance(router, tuple):
         indices, weights = router
     elif router.shape[1] == num_experts:
@@ -216,10 +229,15 @@ def _choose(
             f"w_gate_up; got router {_checks.short_type(router)}. In a shard_map over expert_axis, "
             "w_gate_up holds the experts of one device."
         )
+    most = capacity(indices.size, num_experts)
+    return indices if most is None else limit(indices, num_experts, most), weights
+
+
+def _capacity(capacity_factor: float | None, num_choices: int, num_experts: int) -> int | None:
+    """How many of these choices an expert takes; None: all."""
     if capacity_factor in (None, math.inf):
-        return indices, weights, None
-    capacity = math.ceil(capacity_factor * indices.size / num_experts)
-    return limit(indices, num_experts, capacity), weights, capacity
+        return None
+    return math.ceil(min(capacity_factor * num_choices / num_experts, num_choices))
 
 
 def _unfold(out: jax.Array, x: Any) -> jax.Array:

@@ -198,6 +198,14 @@ def test_tokens_of_no_expert_are_zero_and_so_are_their_gradients():
         np.testing.assert_array_equal(np.asarray(result)[[5, 9]], 0)
 
 
+def test_a_large_capacity_is_none():
+    x, indices, probs, *weights, _ = problem()
+    call = functools.partial(moe_layer, x, (indices, probs), *weights)
+    on_mesh = functools.partial(call, expert_axis="x", mesh=auto_mesh(4))
+    for run in (call, on_mesh):
+        np.testing.assert_array_equal(run(capacity_factor=1e300), run())
+
+
 def test_bad_operands_are_refused():
     x, indices, probs, *weights, _ = problem()
     where = auto_mesh(4)
@@ -221,6 +229,15 @@ def test_bad_operands_are_refused():
         call(x[:63], (indices[:63], probs[:63]), *weights)
     with raises(ValueError, "the experts must divide evenly among the 4 .*; got 6. Add experts"):
         call(x, (indices, probs), *(w[:6] for w in weights))
+    with raises(ValueError, "w_down must hold an expert; got f32"):
+        call(x, (indices, probs), *(w[:0] for w in weights))
+    many = [jnp.zeros((4 * 1025, *w.shape[1:])) for w in weights]
+    with raises(ValueError, "moe_layer: a device must hold at most 1024 experts; got 1025"):
+        call(x, (indices, probs), *many)
+    with raises(TypeError, "moe_layer: recipe must be a jax_fp8gemm.Recipe; got None"):
+        call(x, (indices, probs), *weights, recipe=None)
+    with raises(ValueError, f"router must have one logit for each of the {E} experts"):
+        call(x[:0], jnp.zeros((0, E + 1)), *weights, top_k=2)
     inside = jax.shard_map(call, mesh=where, in_specs=P("x"), out_specs=P("x"))
     with raises(ValueError, "mesh must be None inside a shard_map over expert_axis; got Mesh"):
         inside(x, (indices, probs), *weights)
