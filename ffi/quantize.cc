@@ -34,19 +34,30 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config
   });
 }
 
+// Nothing is launched where there is nothing to read, so there may be nothing to write.
+ffi::Error CheckEmpty(const QuantizeConfig& config, const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
+    if (result->element_count() > 0) {
+      return InvalidArgument(QuantizeOp(config), ": results of no rows must be empty; got ",
+                             ShapeText(*result));
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
                    ffi::RemainingRets results, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
     FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
-    if (x.element_count() == 0) return ffi::Error::Success();
+    if (x.element_count() == 0) return CheckEmpty(config, results);
     FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindQuantizeParams(config, x, more, results));
-    if (params.m == 0) return ffi::Error::Success();
+    if (params.m == 0) return CheckEmpty(config, results);
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
     FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, 0));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
     dims.grid_y = QuantizeBatchSize(x);
-    dims.grid_z = 1;
     if (config.mode == kRow) {
       dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, kRowWarps);
       dims.block_x = 32 * kRowWarps;

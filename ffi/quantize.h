@@ -18,7 +18,7 @@
 //   block_both        values (m, k), values (k, m), scale (m/128, k/128)
 // with fractions rounded up. Layouts are row-major, except that the scale of "row" and "column"
 // has its first dimension minor: [k/128][m] and [m/128][k] in memory. Buffers start at multiples of
-// 16 bytes; a result of an empty first operand is empty and nothing runs. The modes of blocks take
+// 16 bytes; results of an empty first operand must be empty, and nothing runs. Modes of blocks take
 // x (b, m, k) too, b <= 65535: every result then has b in front.
 //
 // Ragged: more operands, group_sizes (g) and first_row (1), s32 of any values; 1 <= g <= 1024. The

@@ -22,6 +22,7 @@ from jax_fp8gemm._rounding import block_types, quantize_blocks
 
 _BLOCK = _checks.SCALE_BLOCK
 SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
+_MAX_BATCH = 65535  # of one launch: CUDA's largest second extent of a grid
 
 
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
@@ -69,6 +70,10 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     if x.ndim > (3 if mode in SQUARE_MODES else 2):
         folded = _call_folded(partial(_ffi_call, **params), x, mode)
         return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
+    if x.ndim == 3 and len(x) > _MAX_BATCH:
+        starts = range(0, len(x), _MAX_BATCH)
+        parts = [_ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
+        return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
     # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
     scale_layout = row_major if mode in SQUARE_MODES else column_major

@@ -69,6 +69,13 @@ def test_quantize_is_one_custom_call(function, mode):
     assert config == expected
 
 
+def test_squares_of_more_matrices_than_a_grid_has_rows_take_several_calls():
+    function = functools.partial(quantize, block=(128, 128), with_transpose=True)
+    calls = custom_calls(cuda_text(function, struct(2 * 65535 + 1, 3, 5)))
+    assert len(calls) == 3 and all(config["mode"] == 5 for _, config, _ in calls)
+    assert len(custom_calls(cuda_text(function, struct(65535, 3, 5)))) == 1
+
+
 def test_scales_cross_the_boundary_with_rows_minor():
     ((_, _, line),) = custom_calls(cuda_text(quantize_both, struct(M, K)))
     layouts = [f"dense<[{x}]> : tensor<2xindex>" for x in ("1, 0", "0, 1", "1, 0", "0, 1")]

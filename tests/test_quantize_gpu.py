@@ -226,3 +226,11 @@ def test_batches_are_independent(mode):
                 for leaf, a_leaf, b_leaf in zip(*map(jax.tree.leaves, (one, a, b)), strict=True):
                     gpu_cases.assert_same(a_leaf[i], leaf)
                     gpu_cases.assert_same(b_leaf[i], leaf)
+
+
+def test_squares_of_more_matrices_than_a_grid_has_rows():
+    x = jax.random.normal(jax.random.key(0), (65535 + 3, 3, 16), jnp.bfloat16)
+    found = jf.quantize(x, block=SQUARE, with_transpose=True, implementation="cuda")
+    expected = jf.quantize(x, block=SQUARE, with_transpose=True, implementation="xla")
+    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        gpu_cases.assert_same(actual, wanted)
