@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // Change it whenever the layout below changes.
-constexpr char kMagic[8] = {'F', 'P', '8', 'G', 'E', 'M', 'M', '1'};
+constexpr char kMagic[8] = {'F', 'P', '8', 'G', 'E', 'M', 'M', '2'};
 
 // An entry is a FileHeader, then `name`, `log` and `image` of the sizes given in it.
 struct FileHeader {
@@ -28,7 +28,6 @@ struct FileHeader {
   char checksum[32];  // of all that follows this field
   int32_t registers;
   int32_t spill_bytes;
-  double seconds;
   uint64_t name_bytes;
   uint64_t log_bytes;
   uint64_t image_bytes;
@@ -111,7 +110,6 @@ std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key) 
   cubin.image.assign(file.begin() + at, file.begin() + at + header.image_bytes);
   cubin.registers = header.registers;
   cubin.spill_bytes = header.spill_bytes;
-  cubin.seconds = header.seconds;
   cubin.from_disk = true;
   return cubin;
 }
@@ -122,7 +120,6 @@ std::string WriteEntry(const std::string& path, const std::string& key, const Cu
   std::memcpy(header.key, key.data(), sizeof(header.key));
   header.registers = cubin.registers;
   header.spill_bytes = cubin.spill_bytes;
-  header.seconds = cubin.seconds;
   header.name_bytes = cubin.name.size();
   header.log_bytes = cubin.log.size();
   header.image_bytes = cubin.image.size();

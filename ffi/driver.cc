@@ -61,7 +61,12 @@ ffi::ErrorOr<Driver*> Open() {
                               missing, ". Update the driver.");
   }
   opened_driver = driver;
-  CU_RETURN_IF_ERROR(driver->cuInit(0));
+  if (const CUresult result = driver->cuInit(0); result != CUDA_SUCCESS) {
+    const char* name = nullptr;
+    driver->cuGetErrorName(result, &name);
+    return FailedPrecondition("needs a GPU that the NVIDIA driver can use; cuInit gave ",
+                              name ? name : "a CUDA error", " (", result, ")");
+  }
   CU_RETURN_IF_ERROR(driver->cuDriverGetVersion(&driver->version));
   return driver;
 }
@@ -101,7 +106,7 @@ ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims&
   CUlaunchConfig config = {};
   config.gridDimX = dims.grid_x;
   config.gridDimY = dims.grid_y;
-  config.gridDimZ = dims.grid_z;
+  config.gridDimZ = 1;
   config.blockDimX = dims.block_x;
   config.blockDimY = 1;
   config.blockDimZ = 1;

@@ -18,7 +18,6 @@ namespace jax_fp8gemm {
 typedef int CUresult;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
-typedef struct CUctx_st* CUcontext;
 typedef struct CUstream_st* CUstream;
 typedef struct CUlib_st* CUlibrary;
 typedef struct CUkern_st* CUkernel;
@@ -38,16 +37,12 @@ struct alignas(64) CUtensorMap {
 
 enum CUtensorMapDataType : int {
   CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,
-  CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1,
-  CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
   CU_TENSOR_MAP_DATA_TYPE_FLOAT32 = 7,
   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
 };
 
 enum CUtensorMapSwizzle : int {
   CU_TENSOR_MAP_SWIZZLE_NONE = 0,
-  CU_TENSOR_MAP_SWIZZLE_32B = 1,
-  CU_TENSOR_MAP_SWIZZLE_64B = 2,
   CU_TENSOR_MAP_SWIZZLE_128B = 3,
 };
 
@@ -128,7 +123,7 @@ ffi::Error DriverError(const char* expr, const char* file, int line, CUresult re
 
 // How to launch: `cluster_x` CTAs form a cluster along x.
 struct LaunchDims {
-  unsigned int grid_x, grid_y, grid_z;
+  unsigned int grid_x, grid_y;
   unsigned int block_x;
   unsigned int dynamic_smem_bytes;
   unsigned int cluster_x = 1;

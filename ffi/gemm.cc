@@ -26,6 +26,9 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                            lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
                            rhs.untyped_data());
   }
+  if (config.grouping != 0) {
+    return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
+  }
   const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
   const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
   const int64_t num_tiles =

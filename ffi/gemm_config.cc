@@ -25,6 +25,9 @@ Registers SplitRegisters(const GemmConfig& config) {
   return config.is_1d1d ? Registers{24, 240} : Registers{40, 232};
 }
 
+// Whether cuda/wgmma.cuh has a wgmma of n columns.
+bool IsWgmmaWidth(int32_t n) { return n % (n <= 64 ? 8 : n <= 128 ? 16 : 32) == 0 && n <= 192; }
+
 bool IsInRange(const GemmConfig& c) {
   const auto is_in = [](int32_t value, int32_t min, int32_t max) {
     return min <= value && value <= max;
@@ -54,8 +57,8 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.cluster_m == 1 || c.cluster_n == 1, "cluster_m or cluster_n must be 1"},
       {c.block_m % (64 * c.num_consumers) == 0 || (c.block_m < 64 && c.num_consumers == 1),
        "block_m must be a multiple of 64 * num_consumers, or below 64 with one consumer"},
-      {c.block_n % c.sub_n == 0 && c.sub_n % 8 == 0,
-       "block_n must be a multiple of sub_n, and sub_n of 8"},
+      {c.block_n % c.sub_n == 0 && IsWgmmaWidth(c.sub_n),
+       "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192"},
       // 8 rows: the 128-byte swizzle repeats after them.
       {c.block_m % (8 * c.cluster_n) == 0 && c.block_n % (8 * c.cluster_m) == 0,
        "block_m / cluster_n and block_n / cluster_m must be multiples of 8"},
@@ -69,6 +72,9 @@ const char* BrokenRule(const GemmConfig& c) {
       {num_sums < num_registers, "sums and accumulators must fit the registers of a consumer"},
       {c.grouping == 0 || c.cluster_m * c.cluster_n == 1, "grouped products have no clusters"},
       {c.grouping != 1 || !c.is_1d1d, "groups of rows must have 128x128 scales of rhs"},
+      {c.grouping != 1 || !c.accumulate, "groups of rows have no accumulate"},
+      // A box of row scales is 4 longer, and at most 256.
+      {c.grouping != 1 || c.block_m < 256, "groups of rows must have block_m below 256"},
       {c.grouping != 2 || c.is_1d1d, "groups of the contraction must have 1x128 scales of rhs"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
       {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % slab_columns == 0),
@@ -76,6 +82,10 @@ const char* BrokenRule(const GemmConfig& c) {
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},
+      // Half of the ring is written at a time.
+      {c.num_slabs < 2 || c.num_slabs >= num_slabs_stored ||
+           num_slabs_stored % (c.num_slabs / 2) == 0,
+       "num_slabs / 2 must divide the slabs of a consumer's part of the tile"},
       {GemmSmemBytes(c) <= kMaxSmemBytes, "shared memory must be at most 232448 bytes"},
   };
   for (const auto& rule : rules) {

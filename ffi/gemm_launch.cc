@@ -108,7 +108,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   LaunchDims dims = {};
   dims.grid_x =
       std::min(config.num_sms / cluster_size, CeilDiv(max_tiles, cluster_size)) * cluster_size;
-  dims.grid_y = dims.grid_z = 1;
+  dims.grid_y = 1;
   dims.block_x = (config.num_consumers + 1) * 128;
   dims.dynamic_smem_bytes = smem_bytes;
   dims.cluster_x = cluster_size;

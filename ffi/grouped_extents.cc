@@ -11,10 +11,13 @@ ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, int32_t
                                const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs,
                                const ffi::AnyBuffer& group_sizes, const ffi::AnyBuffer& out) {
   FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  if (config.grouping != grouping) {
+    return InvalidArgument(op, ": config must have grouping ", grouping, "; got ", config.grouping);
+  }
   const bool are_matrices = lhs.dimensions().size() == 2 && rhs.dimensions().size() == 2 &&
                             out.dimensions().size() == 2 && group_sizes.dimensions().size() == 1;
   const int64_t g = are_matrices ? group_sizes.dimensions()[0] : 0;
-  bool is_in_range = config.grouping == grouping && 1 <= g && g <= kMaxGroups;
+  bool is_in_range = 1 <= g && g <= kMaxGroups;
   if (is_in_range) {
     const int64_t extents[] = {lhs.dimensions()[0], lhs.dimensions()[1], rhs.dimensions()[0],
                                out.dimensions()[0], out.dimensions()[1]};

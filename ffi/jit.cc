@@ -52,6 +52,14 @@ void Configure(JitOptions options) {
   ++jit.generation;
 }
 
+void DisableDiskCache() {
+  Jit& jit = GetJit();
+  std::unique_lock<std::shared_mutex> lock(jit.mutex);
+  JitOptions options = jit.setup->options;
+  options.cache_dir.clear();
+  jit.setup = std::make_shared<JitSetup>(std::move(options));
+}
+
 uint64_t JitGeneration() { return GetJit().generation.load(std::memory_order_acquire); }
 
 ffi::ErrorOr<std::shared_ptr<const Cubin>> GetOrCompile(const KernelSource& source) {
@@ -87,10 +95,10 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
     std::shared_lock<std::shared_mutex> lock(jit.mutex);
     if (auto found = jit.entries.find(name); found != jit.entries.end()) entry = found->second;
   }
-  if (entry == nullptr || device >= kMaxDevices) {
-    return Internal("jit: kernel must be compiled first, on a device below ", kMaxDevices, "; got ",
-                    name, " on device ", device);
+  if (device >= kMaxDevices) {
+    return Internal("jit: a device's number must be below ", kMaxDevices, "; got ", device);
   }
+  if (entry == nullptr) return Internal("jit: kernel must be compiled first; got ", name);
   if (entry->smem_bytes[device].load(std::memory_order_acquire) >= dynamic_smem_bytes) {
     if (CUkernel kernel = entry->kernel.load(std::memory_order_acquire)) return kernel;
   }

@@ -37,7 +37,7 @@ struct Cubin {
   std::vector<char> image;
   int registers = 0;
   int spill_bytes = 0;  // spill stores + spill loads
-  double seconds = 0;   // time NVRTC took, also when read from disk
+  double seconds = 0;   // time NVRTC took
   bool from_disk = false;
   std::string log;  // NVRTC's program log, with ptxas -v
 };
@@ -52,6 +52,9 @@ struct JitOptions {
 
 // Sets the options and forgets the memory cache. Loaded kernels stay loaded.
 void Configure(JitOptions options);
+
+// Goes on without a disk cache; what is in memory stays.
+void DisableDiskCache();
 
 // The cubin of `source`: from memory, from disk, or compiled. Threads that ask for the same kernel
 // compile it once; a failure is reported to each caller and not remembered.

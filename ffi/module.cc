@@ -137,7 +137,10 @@ nb::dict CompileGemm(const nb::dict& dict) {
 }
 
 nb::dict CompileQuantize(const nb::dict& dict) {
-  return Compile(QuantizeKernelSource(ParseConfig<QuantizeConfig>(dict)));
+  const auto config = ParseConfig<QuantizeConfig>(dict);
+  const ffi::Error error = CheckQuantizeConfig(config);
+  if (error.failure()) throw nb::value_error(error.message().c_str());
+  return Compile(QuantizeKernelSource(config));
 }
 
 }  // namespace
@@ -151,6 +154,7 @@ NB_MODULE(_ext, module) {
     const NvrtcInfo info = Unwrap(GetNvrtcInfo());
     return nb::make_tuple(info.path, info.major, info.minor);
   });
+  module.def("disable_disk_cache", &DisableDiskCache);
   module.def(
       "configure",
       [](std::string source_dir, std::string cache_dir, std::vector<std::string> nvrtc_paths,

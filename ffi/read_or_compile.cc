@@ -33,11 +33,14 @@ const Headers& GetHeaders(JitSetup& setup) {
   return setup.headers;
 }
 
-// Everything that the cubin depends on. `nvrtc_path` stands for the compiler.
+// Everything that the cubin depends on. `nvrtc_path` stands for the compiler; "" if it cannot be
+// read: no entry is then known to be that compiler's.
 std::string CacheKey(const KernelSource& source, const Headers& headers,
                      const std::string& nvrtc_path) {
+  const std::string fingerprint = NvrtcFingerprint(nvrtc_path);
+  if (fingerprint.empty()) return "";
   Hasher hasher;
-  hasher.Update(NvrtcFingerprint(nvrtc_path));
+  hasher.Update(fingerprint);
   for (const std::string& option : NvrtcOptions()) hasher.Update(option);
   hasher.Update(source.name);
   hasher.Update(source.text);
@@ -48,20 +51,22 @@ std::string CacheKey(const KernelSource& source, const Headers& headers,
   return hasher.Hex();
 }
 
-// One line for the user. Once a process, or a full disk would repeat it for each kernel.
-void WarnOnce(const std::string& message) {
-  static std::once_flag& warned = *new std::once_flag();
+// One line for the user. Each `warned` once a process, or a full disk would repeat it for each
+// kernel.
+void WarnOnce(std::once_flag& warned, const std::string& message) {
   std::call_once(warned,
                  [&] { std::fprintf(stderr, "jax_fp8gemm: warning: %s\n", message.c_str()); });
 }
+
+std::once_flag cache_fault_warned, dump_fault_warned;
 
 ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup) {
   const auto start = std::chrono::steady_clock::now();
   const JitOptions& options = setup.options;
   const Headers& headers = GetHeaders(setup);
   auto read = [&](const std::string& nvrtc_path) -> std::optional<Cubin> {
-    if (options.cache_dir.empty() || nvrtc_path.empty()) return std::nullopt;
     const std::string key = CacheKey(source, headers, nvrtc_path);
+    if (options.cache_dir.empty() || key.empty()) return std::nullopt;
     std::optional<Cubin> cubin = ReadEntry(EntryPath(options.cache_dir, source.name, key), key);
     if (cubin.has_value()) {
       const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
@@ -81,11 +86,13 @@ ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup)
   ReportKernel(options, cubin,
                StrCat("compiled by NVRTC ", nvrtc->major, ".", nvrtc->minor).c_str(),
                cubin.seconds);
-  if (!options.cache_dir.empty()) {
-    const std::string key = CacheKey(source, headers, nvrtc->path);
+  const std::string key = CacheKey(source, headers, nvrtc->path);
+  if (!options.cache_dir.empty() && !key.empty()) {
     const std::string fault =
         WriteEntry(EntryPath(options.cache_dir, source.name, key), key, cubin);
-    if (!fault.empty()) WarnOnce("kernels are kept in memory only; cannot write " + fault);
+    if (!fault.empty()) {
+      WarnOnce(cache_fault_warned, "kernels are kept in memory only; cannot write " + fault);
+    }
   }
   return cubin;
 }
@@ -104,7 +111,7 @@ ffi::ErrorOr<Cubin> ReadOrCompile(const KernelSource& source, JitSetup& setup) {
   FFI_ASSIGN_OR_RETURN(Cubin cubin, FromDiskOrNvrtc(source, setup));
   if (!setup.options.dump_dir.empty()) {
     const std::string fault = DumpKernel(setup.options.dump_dir, source, cubin);
-    if (!fault.empty()) WarnOnce(fault);
+    if (!fault.empty()) WarnOnce(dump_fault_warned, fault);
   }
   return cubin;
 }

@@ -7,8 +7,6 @@ uint64_t ElementBytes(CUtensorMapDataType type) {
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_UINT8:
       return 1;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
     case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
       return 2;
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:

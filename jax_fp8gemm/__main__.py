@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _precompile(all_formats: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
     folder to go to."""
-    folder = _environment.cache_dir()
+    folder = _ffi.cache_dir
     fault = _environment.cache_fault(folder) if folder else "empty"
     if fault is not None:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")

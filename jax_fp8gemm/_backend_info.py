@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jax_fp8gemm import _environment, _ffi
+from jax_fp8gemm import _ffi
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -86,8 +86,7 @@ def _jax_fault() -> str | None:
 
 
 def _cache() -> str:
-    cache_dir = _environment.cache_dir()
-    if not cache_dir:
+    if not (cache_dir := _ffi.cache_dir):
         return "none: kernels are kept in memory only"
     folder = Path(cache_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,6 +1,6 @@
 """Where things are on this machine: kernel sources, compiled kernels, NVRTC.
 
-Environment, read when the package is imported:
+Environment, of which the extension takes what it says when the package is imported:
     JAX_FP8GEMM_CACHE_DIR  folder of compiled kernels; empty: keep them in memory only
     JAX_FP8GEMM_NVRTC      path of libnvrtc.so; only that one is tried
     JAX_FP8GEMM_JIT_DEBUG  1: report each kernel on stderr (registers, spills, time, cache hits)
@@ -21,7 +21,7 @@ def source_dir() -> str:
 def cache_dir() -> str:
     """The cache folder, which need not exist; "" for none."""
     if (value := os.environ.get("JAX_FP8GEMM_CACHE_DIR")) is not None:
-        return os.path.expanduser(value)
+        return os.path.abspath(os.path.expanduser(value)) if value else ""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
 
@@ -38,7 +38,7 @@ def cache_fault(folder: str) -> str | None:
 def nvrtc_paths() -> list[str]:
     """Candidates for NVRTC, best first: the CUDA wheels of JAX, the linker's, the toolkit's."""
     if value := os.environ.get("JAX_FP8GEMM_NVRTC"):
-        return [value]
+        return [os.path.abspath(value) if "/" in value else value]
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"

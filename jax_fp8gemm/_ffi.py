@@ -46,12 +46,19 @@ EXPORT_CHECKS = tuple(
 _DEFAULT_NUM_SMS = 132
 
 
+cache_dir = ""  # of the extension, see _configure
+
+
 class FallbackWarning(RuntimeWarning):
     """The reference runs where the CUDA kernels could have been expected; the message says why."""
 
 
-def _configure(cache_dir: str) -> None:
-    assert _ext is not None
+def _configure() -> None:
+    """Hands the extension what the environment says; later changes of it are not seen."""
+    global cache_dir
+    cache_dir = _environment.cache_dir()
+    if _ext is None:
+        return
     _ext.configure(
         source_dir=_environment.source_dir(),
         cache_dir=cache_dir,
@@ -70,17 +77,24 @@ def _extension_fault() -> str | None:
             f"the extension jax_fp8gemm._ext cannot be imported ({_ext_fault}). Install the "
             "package with pip; run from a checkout, it needs `pip install -e .`"
         )
-    return _api_fault(_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR, *_runtime_api())
+    try:
+        runtime = _runtime_api()
+    except RuntimeError as error:
+        return str(error)
+    return _api_fault(_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR, *runtime)
 
 
 def _runtime_api() -> tuple[int, int]:
-    """XLA's FFI API version, which no Python API tells."""
-    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    major, minor = (
-        int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0])
-        for part in ("MAJOR", "MINOR")
-    )
-    return major, minor
+    """XLA's FFI API version, which no Python API tells. Raises: RuntimeError."""
+    header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise RuntimeError(f"jaxlib must have its header {header}; got {error.strerror}") from None
+    versions = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", text)
+    if len(versions) != 2:
+        raise RuntimeError(f"{header} must define XLA_FFI_API_MAJOR and _MINOR; got {versions}")
+    return int(versions[0]), int(versions[1])
 
 
 def _api_fault(major: int, minor: int, runtime_major: int, runtime_minor: int) -> str | None:
@@ -137,10 +151,10 @@ def unavailable_reason() -> str | None:
 @functools.cache
 def check_cache_dir() -> None:
     """Makes the cache folder; warns and goes on without one if it cannot be written."""
-    if not (cache_dir := _environment.cache_dir()):
+    if not cache_dir:
         return
     if (fault := _environment.cache_fault(cache_dir)) is not None:
-        _configure(cache_dir="")
+        extension().disable_disk_cache()
         warnings.warn(
             f"jax_fp8gemm: cache folder {cache_dir}: {fault}; kernels are kept in memory only. "
             "Set JAX_FP8GEMM_CACHE_DIR to a writable folder.",
@@ -173,10 +187,8 @@ def num_sms() -> int:
 
 def register() -> None:
     """Registers the FFI targets with JAX, unless this jaxlib would refuse them."""
-    if _ext is None:
-        return
-    _configure(_environment.cache_dir())
-    if _extension_fault() is None:
+    _configure()
+    if _ext is not None and _extension_fault() is None:
         for target, stages in _ext.registrations().items():
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
 

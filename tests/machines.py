@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_fp8gemm import _environment, _ffi
+from jax_fp8gemm import _ffi
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -16,7 +16,7 @@ def fresh_answers():
     yield
     for cache in caches:
         cache.cache_clear()
-    _ffi._configure(_environment.cache_dir())
+    _ffi._configure()
 
 
 def device(name, compute_capability):

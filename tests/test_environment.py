@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 
 import jax_fp8gemm
-from jax_fp8gemm import __main__, _backend_info, _environment
+from jax_fp8gemm import __main__, _backend_info, _environment, _ffi
+
+
+@pytest.fixture(autouse=True)
+def restored_environment():
+    """What a test told the extension goes with it: this ends after monkeypatch does."""
+    yield
+    _ffi._configure()
+
+
+def _info_of_cache():
+    """As a process says whose environment is the present one."""
+    _ffi._configure()
+    return _backend_info.backend_info().cache_dir
 
 
 def test_the_environment_picks_one_nvrtc(monkeypatch):
@@ -21,7 +34,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert _environment.cache_dir() == "/a"
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "")
     assert _environment.cache_dir() == ""
-    assert "memory only" in _backend_info.backend_info().cache_dir
+    assert "memory only" in _info_of_cache()
     monkeypatch.delenv("JAX_FP8GEMM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert _environment.cache_dir() == "/x/jax_fp8gemm"
@@ -38,9 +51,9 @@ def test_info_says_that_kernels_cannot_be_kept(monkeypatch, tmp_path):
     for value in (file, file / "below"):
         monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(value))
         expected = f"none: {value} cannot be written; kernels are kept in memory only"
-        assert _backend_info.backend_info().cache_dir == expected
+        assert _info_of_cache() == expected
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(tmp_path / "a" / "b"))
-    assert _backend_info.backend_info().cache_dir == f"{tmp_path}/a/b (0 kernels)"
+    assert _info_of_cache() == f"{tmp_path}/a/b (0 kernels)"
     assert not (tmp_path / "a").exists()
 
 
@@ -64,6 +77,7 @@ def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
     file.touch()
     for value, fault in ((str(file), "File exists"), ("", "empty")):
         monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", value)
+        _ffi._configure()
         assert __main__.main(["precompile"]) == 1
         expected = f"must be a writable folder; got '{value}': {fault}"
         assert expected in capsys.readouterr().out
@@ -75,3 +89,11 @@ def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
 def test_the_kernel_sources_are_found():
     names = {path.name for path in Path(_environment.source_dir()).glob("*.cuh")}
     assert {"gemm.cuh", "quantize.cuh"} <= names
+
+
+def test_relative_paths_are_those_of_the_start(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "lib/libnvrtc.so")
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "cache")
+    assert _environment.nvrtc_paths() == [f"{tmp_path}/lib/libnvrtc.so"]
+    assert _environment.cache_dir() == f"{tmp_path}/cache"

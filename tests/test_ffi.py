@@ -114,6 +114,19 @@ def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
     assert "off: the extension" in str(_backend_info.backend_info())
 
 
+def test_a_jaxlib_without_headers_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    assert (
+        _ffi.unavailable_reason() == f"jaxlib must have its header {header}; got No such file "
+        "or directory"
+    )
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 0\n")
+    _ffi.unavailable_reason.cache_clear()
+    assert "must define XLA_FFI_API_MAJOR and _MINOR; got ['0']" in str(_ffi.unavailable_reason())
+
+
 # Stand-ins for what a machine may have
 
 
@@ -141,7 +154,7 @@ _NO_GPU_DRIVER = """
     [
         ("int x;", r"must support CUDA 12\.0 or newer; it has no cuGetProcAddress_v2\. Update"),
         ("int cuGetProcAddress_v2() { return 500; }", "it has no cuTensorMapEncodeTiled"),
-        (_NO_GPU_DRIVER, r"driver\.cc:\d+: .*cuInit\(0\) failed: CUDA_ERROR_NO_DEVICE \(100\)"),
+        (_NO_GPU_DRIVER, r"needs a GPU that .* can use; cuInit gave CUDA_ERROR_NO_DEVICE \(100\)"),
     ],
     ids=["older_than_12", "function_missing", "no_device"],
 )
@@ -288,6 +301,7 @@ def test_an_unusable_cache_folder_is_only_a_warning(monkeypatch, tmp_path):
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(blocker / "cache"))
+    _ffi._configure()
     pretend(monkeypatch, H200)
     with pytest.warns(RuntimeWarning, match=f"cache folder {blocker}/cache: .*in memory only"):
         assert _ffi.unavailable_reason() is None

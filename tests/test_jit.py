@@ -79,6 +79,42 @@ def test_memory_is_asked_before_the_disk(cache_dir):
     assert not cache_dir.exists()
 
 
+def test_without_a_disk_cache_memory_goes_on(cache_dir):
+    first = _compile()
+    shutil.rmtree(cache_dir)
+    _ext.disable_disk_cache()
+    assert _compile() == first
+    assert not _ext.compile_quantize(_KERNEL | dict(mode=1))["from_disk"]
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "tile, how, rule",
+    [
+        ((128, 72, 72, 2, 1, 3, 0), {}, "block_n must be a multiple of sub_n, and sub_n 8, 16"),
+        ((192, 160, 8, 1, 1, 3, 5), dict(out_f32=True), "num_slabs / 2 must divide the slabs"),
+        ((256, 64, 64, 2, 1, 3, 0), dict(grouping=1), "groups of rows must have block_m below 256"),
+        (
+            (64, 64, 64, 1, 1, 3, 0),
+            dict(grouping=1, out_f32=True, accumulate=True),
+            "no accumulate",
+        ),
+    ],
+    ids=str,
+)
+def test_tiles_of_no_kernel_are_refused(tile, how, rule):
+    flags = dict.fromkeys(("is_1d1d", "out_f32", "accumulate", "lhs_e5m2", "rhs_e5m2"), False)
+    config = _tile_config.TileConfig(*tile).attributes(**(flags | how), num_sms=1)
+    with pytest.raises(ValueError, match=rule):
+        _ext.compile_gemm(config)
+
+
+@pytest.mark.parametrize("bad", [dict(mode=6), dict(mode=-1), dict(input=100), dict(source=9)])
+def test_configs_of_no_kernel_are_refused(bad):
+    with pytest.raises(ValueError, match=r"mode must be 0..5, input 0..[24] and source 0..4"):
+        _ext.compile_quantize(_KERNEL | bad)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "append", "other_format"])
 def test_a_damaged_entry_is_rebuilt(cache_dir, damage):
     cold = _compile()

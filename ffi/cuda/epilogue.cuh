@@ -22,6 +22,7 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   // drains meanwhile.
   constexpr int kChunk = kNumSlabs >= kTotal ? kTotal : (kNumSlabs > 1 ? kNumSlabs / 2 : 1);
   constexpr int kPending = kNumSlabs >= kTotal ? 0 : kNumSlabs / kChunk - 1;
+  static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");
   static_assert(kNumSlabs >= kTotal || kTotal % kNumSlabs == 0,
                 "slabs must hold a warpgroup's output or tile it: the next tile starts at slab 0");
   const bool is_store_warp = warp == 0;
