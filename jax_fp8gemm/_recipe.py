@@ -75,8 +75,7 @@ class Recipe:
 
     @property
     def is_fused(self) -> bool:
-        """Whether experts quantise activations as they compute them, for both passes: tokens can then
-        travel as FP8."""
+        """Whether experts quantise activations as they compute them; tokens may travel so, too."""
         return self.is_fp8 and self.wgrad == "fp8"
 
 
