@@ -34,6 +34,10 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]
 
 def short_dtype(dtype: Any) -> str:
     """`f8e4m3fn`, `bf16`, `f32`, `s32`: the names XLA prints."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return str(dtype)  # key<fry>
+    if not jnp.dtype(dtype).isnative:
+        return f"byte-swapped {short_dtype(jnp.dtype(dtype).newbyteorder())}"
     name = jnp.dtype(dtype).name
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
         if name.startswith(long):
@@ -68,7 +72,7 @@ def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
 
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
     """TypeError unless the dtype of `x` is one of `dtypes`."""
-    if jnp.dtype(x.dtype) not in dtypes:
+    if not any(x.dtype == dtype for dtype in dtypes):  # of keys, np.dtype() knows nothing
         expected = _short_dtypes(dtypes)
         raise TypeError(f"{op}: {name} must be {expected}; got {name} {short_type(x)}.{hint}")
 

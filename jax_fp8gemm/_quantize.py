@@ -62,7 +62,8 @@ def quantize(
     _checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
     _check_operand(op, x, dtype, implementation)
     _checks.check_block(op, block)
-    if not isinstance(axis, int | np.integer) or axis not in range(-x.ndim, x.ndim):
+    is_index = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
+    if not is_index or axis not in range(-x.ndim, x.ndim):
         raise ValueError(f"{op}: axis must be -1 or -2; got {axis!r}, x {_checks.short_type(x)}")
     given, axis = axis, axis - x.ndim if axis >= 0 else axis
     if axis != -1 and (axis != -2 or block != (1, 128)):

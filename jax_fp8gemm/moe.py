@@ -76,7 +76,8 @@ def moe_layer(
       expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
         device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
         its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
-        (the leading dimensions of x, as one) cut along all of them.
+        (the leading dimensions of x, as one) cut along all of them; under jax.jit, or each call
+        compiles it anew.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
         "ragged_all_to_all" (docs/scaling.md), all to the same bits while "all_to_all" needs no
         further turn, or None: the one that takes least time by the sizes. With expert_axis only.
