@@ -1,7 +1,8 @@
 """The products of moe_mlp, forward and backward, for rows that are quantised already.
 
-For the rows of group i of x (m, d) and of the cotangent dout (m, d), with w_gate_up (g, d, 2 f) and
-w_down (g, f, d), in brackets the scale blocks of each operand along the contraction:
+For the rows of group i, its tokens, of x (m, d) and of the cotangent dout (m, d), with w_gate_up
+(g, d, 2 f) and w_down (g, f, d), in brackets the scale blocks of each operand along the
+contraction:
 
     gate_up       = x   [1x128 along d]    . w_gate_up[i] [128x128]              1d2d
     h             = silu(gate) * up                                              _swiglu.py
@@ -10,8 +11,8 @@ w_down (g, f, d), in brackets the scale blocks of each operand along the contrac
     dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d, out's values
     da            = [dgate, dup], from gate_up and dh                            _swiglu.py
     dx            = da  [1x128 along 2 f]  . w_gate_up[i]^T [128x128]            1d2d, gate_up's
-    dw_down[i]    = h^T [1x128 along rows] . dout [1x128 along rows]             1d1d
-    dw_gate_up[i] = x^T [1x128 along rows] . da   [1x128 along rows]             1d1d
+    dw_down[i]    = h^T [1x128 along tokens] . dout [1x128 along tokens]         1d1d
+    dw_gate_up[i] = x^T [1x128 along tokens] . da   [1x128 along tokens]         1d1d
 
 Of all activations only gate_up, dh, out and dx are stored unquantised; accumulation is f32.
 """

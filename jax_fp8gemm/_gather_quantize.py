@@ -50,7 +50,8 @@ def gather_quantize(
       rows: (m,) int32. A number below 0 is the first row, one past the last the last.
       weights: (m,) f32, or None.
       group_sizes, first_row: int32, as for ragged_columns.
-      mode: "row": (m, k) along its rows; "column": (k, t) along its ragged columns; "row_column".
+      mode: "row": (m, k), quantised along k; "column": (k, t), along the tokens of each group;
+        "row_column": both.
     Returns:
       one ScaledArray, or two.
     """

@@ -78,8 +78,8 @@ def moe_mlp(
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
-    The backward pass keeps x and h quantised along the rows ("fp8gemm_lhs"), the weights
-    ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
+    The backward pass keeps x and h quantised along the tokens of each group ("fp8gemm_lhs"), the
+    weights ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
     save_only_these_names can trade any of them for being computed again.
     """
     operands = map(_checks.as_array, (x, w_gate_up, w_down, group_sizes))
@@ -198,7 +198,8 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 def _rows_and_columns(spec: MatmulSpec, x: jax.Array, groups: Groups, args) -> tuple[Any, Any]:
-    """x along its rows, and ragged columns where the product's rhs has a gradient."""
+    """x quantised along its last dimension, and along the tokens of each group where the product's
+    rhs has a gradient."""
     if spec.rhs_dtype is None:
         return quantize(x, **args), None
     return rows_and_ragged_columns(x, *groups, **args)

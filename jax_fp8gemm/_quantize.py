@@ -74,7 +74,7 @@ def quantize(
     if with_transpose and block != (128, 128):
         raise ValueError(
             f"{op}: with_transpose must go with block (128, 128); got block {block}. "
-            "For 1x128 blocks along rows and columns use quantize_both."
+            "For 1x128 blocks along k and along m use quantize_both."
         )
     square = "block_both" if with_transpose else "block"
     mode = square if block == (128, 128) else {-1: "row", -2: "column"}[axis]
@@ -91,11 +91,11 @@ def quantize_both(
     pow2_scale: bool = False,
     implementation: Implementation = None,
 ) -> tuple[ScaledArray, ScaledArray]:
-    """Quantises `x` along its rows and along its columns in one read of it.
+    """Quantises `x` (..., m, k) along k and along m in one read of it.
 
     Args: as for `quantize`.
     Returns:
-      quantize(x, axis=-1) of shape (..., m, k), and quantize(x, axis=-2) of shape (..., k, m).
+      quantize(x, axis=-1), (..., m, k), and quantize(x, axis=-2), (..., k, m).
     """
     x = _checks.as_array(x)
     _checks.check_bool("quantize_both", pow2_scale=pow2_scale)

@@ -1,4 +1,4 @@
-"""quantize_ragged: quantisation along the rows of each group, for a contraction over them.
+"""quantize_ragged: quantisation along the tokens of each group, for a contraction over them.
 
 The columns of the result are the tokens of the groups, laid out as _groups.py says; values and
 scales are those of quantize(axis=-2) for each group alone.
@@ -35,10 +35,10 @@ def quantize_ragged(
     pow2_scale: bool = False,
     implementation: Implementation = None,
 ) -> ScaledArray:
-    """Quantises the columns of x, each group's rows apart: an operand of scaled_ragged_wgrad.
+    """Quantises x along the tokens of each group: an operand of scaled_ragged_wgrad.
 
     Args:
-      x: (m, k) bf16, f16 or f32, rows sorted by group.
+      x: (m, k) bf16, f16 or f32, rows (tokens) sorted by group.
       group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
         rows past m as none; rows past the sum are left out.
       dtype: float8_e4m3fn or float8_e5m2.
@@ -111,7 +111,7 @@ def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale:
 def result_types(
     m: int, k: int, num_groups: int, mode: str, e5m2: bool
 ) -> list[jax.ShapeDtypeStruct]:
-    """Types of (m, k) quantised along its rows, its ragged columns or both."""
+    """Types of (m, k) quantised along k, along the tokens of each group, or both."""
     rows = block_types(m, k, 1, e5m2)
     columns = block_types(k, _groups.ragged_extent(m, num_groups), 1, e5m2)
     return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
@@ -120,7 +120,7 @@ def result_types(
 def reference(
     x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
 ) -> list[jax.Array]:
-    """x (m, k) quantised along its rows, its ragged columns or both, in plain JAX."""
+    """x (m, k) quantised along k, along the tokens of each group, or both, in plain JAX."""
     x = x.astype(jnp.float32)
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
     if mode == "row":
@@ -151,7 +151,8 @@ def call_kernel(
     pow2_scale: bool,
     num_scales: int = 0,
 ) -> list[jax.Array]:
-    """Quantises what `source` makes of the arrays along its rows, its ragged columns or both.
+    """Quantises what `source` makes of the arrays, (m, k), along k, along the tokens of each group,
+    or both.
 
     `groups`: group_sizes and first_row, which mode "row" does not read. num_scales: so many of the
     arrays, behind the first, are its 1x128 scales.

@@ -1,11 +1,11 @@
 """ragged_dot: one product for each group of rows, FP8 inside, with its own derivatives.
 
-For lhs (m, k), rhs (g, k, n), the cotangent dout (m, n) and the rows of group i, in brackets the
-scale blocks of each operand along the contraction:
+For lhs (m, k), rhs (g, k, n), the cotangent dout (m, n) and the rows of group i, its tokens, in
+brackets the scale blocks of each operand along the contraction:
 
-    out[rows]  = lhs[rows]    [1x128 along k]    . rhs[i]      [128x128]          1d2d
-    dlhs[rows] = dout[rows]   [1x128 along n]    . rhs[i]^T    [128x128]          1d2d, out's values
-    drhs[i]    = lhs[rows]^T  [1x128 along rows] . dout[rows]  [1x128 along rows] 1d1d
+    out[rows]  = lhs[rows]   [1x128 along k]      . rhs[i]     [128x128]            1d2d
+    dlhs[rows] = dout[rows]  [1x128 along n]      . rhs[i]^T   [128x128]            1d2d, out's
+    drhs[i]    = lhs[rows]^T [1x128 along tokens] . dout[rows] [1x128 along tokens] 1d1d
 
 Accumulation is f32 throughout. Where groups begin is computed on the device (_groups.py).
 """

@@ -1,11 +1,12 @@
 """ragged_dot_general: the grouped product over rows, or over the contraction of each group.
 
 Ragged rows are ragged_dot's. Ragged contraction, for lhs (m, k), rhs (m, n), the cotangent
-dout (g, k, n) and the rows of group i, in brackets the scale blocks along the contraction:
+dout (g, k, n) and the rows of group i, its tokens, in brackets the scale blocks along the
+contraction:
 
-    out[i]     = lhs[rows]^T [1x128 along rows] . rhs[rows] [1x128 along rows] 1d1d
-    dlhs[rows] = rhs[rows]   [1x128 along n]    . dout[i]^T [128x128]          1d2d
-    drhs[rows] = lhs[rows]   [1x128 along k]    . dout[i]   [128x128]          1d2d, dlhs's values
+    out[i]     = lhs[rows]^T [1x128 along tokens] . rhs[rows] [1x128 along tokens] 1d1d
+    dlhs[rows] = rhs[rows]   [1x128 along n]      . dout[i]^T [128x128]            1d2d
+    drhs[rows] = lhs[rows]   [1x128 along k]      . dout[i]   [128x128]            1d2d, dlhs's
 
 Accumulation is f32 throughout. lhs and rhs are each read once for both of their quantisations.
 """
@@ -86,8 +87,8 @@ def ragged_dot_general(
         dimensions, group_offset in a ragged contraction, a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
-    The backward pass of a ragged contraction keeps lhs and rhs quantised along their rows, under
-    the names of CHECKPOINT_NAMES.
+    The backward pass of a ragged contraction keeps lhs quantised along k and rhs along n, under the
+    names of CHECKPOINT_NAMES.
     """
     op = "ragged_dot_general"
     operands = map(_checks.as_array, (lhs, rhs, group_sizes, group_offset))

@@ -71,7 +71,8 @@ class ScaledArray:
         if self.block != (128, 128):
             raise ValueError(
                 f"ScaledArray.T: block must be (128, 128); got {self.block}. The transpose of a "
-                "1x128 array has 128x1 blocks; quantise along the rows: quantize(x, axis=-2)."
+                "1x128 array has 128x1 blocks; quantise along r, the dimension before the last: "
+                "quantize(x, axis=-2)."
             )
         if self.transposed is None:
             return ScaledArray(self.values.mT, self.scale.mT, None, self.block)

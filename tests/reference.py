@@ -65,7 +65,7 @@ def quantize(
     Args:
       x: bf16, f16 or f32; upcast to f32 exactly.
       block: (1, 128) or (128, 128).
-      axis: -1, or -2 for blocks along the rows: the result is then that of x^T along its last axis.
+      axis: -1, or -2 for blocks along m: the result is then that of x^T along its last axis.
       fmt: float8_e4m3fn or float8_e5m2.
       pow2: round each scale up to a power of two.
     Returns:

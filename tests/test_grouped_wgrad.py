@@ -33,7 +33,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def wgrad(lhs, rhs, sizes, pow2_scale=False, **kwargs):
-    """The product of lhs (m, a) and rhs (m, b), both quantised along the rows of each group."""
+    """The product of lhs (m, a) and rhs (m, b), both quantised along the tokens of each group."""
     columns = [quantize_ragged(x, sizes, pow2_scale=pow2_scale) for x in (lhs, rhs)]
     return scaled_ragged_wgrad(*columns, sizes, **kwargs)
 

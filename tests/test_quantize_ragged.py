@@ -1,4 +1,4 @@
-"""Every bit of quantisation along the rows of each group, against each group quantised alone."""
+"""Every bit of quantisation along the tokens of each group, against each group quantised alone."""
 
 import itertools
 
