@@ -2,8 +2,9 @@
 
 XLA proposes a sharding of each array, `choose_axes` keeps what is legal (_partition_rule.py), and
 XLA moves the arrays to match. Each device then runs the op on its shards. Where a contracting
-dimension is cut the results are partial sums, in f32, which are summed over the mesh: an
-all-reduce, or a reduce-scatter where the result shall be sharded over the same axes.
+dimension is cut the results are partial sums, in f32 or the recipe's reduce_dtype, which are summed
+over the mesh: an all-reduce, or a reduce-scatter where the result shall be sharded over the same
+axes.
 """
 
 from __future__ import annotations
