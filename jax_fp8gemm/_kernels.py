@@ -22,16 +22,22 @@ _GEMM_FAMILIES = (
 )
 
 
-def gemm_kernels(num_sms: int, *, all_formats: bool = False) -> Iterator[dict[str, np.int32]]:
-    """The `config` attributes of all GEMM kernels. all_formats: those with e5m2 operands too."""
+def gemm_kernels(
+    num_sms: int, *, all_formats: bool = False, with_clusters: bool = False
+) -> Iterator[dict[str, np.int32]]:
+    """The `config` attributes of all GEMM kernels.
+
+    all_formats: those with e5m2 operands too. with_clusters: those of CLUSTER_CONFIGS too, which no
+    call chooses.
+    """
     for grouping, is_1d1d, outs in _GEMM_FAMILIES:
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             out_f32, accumulate = _OUTS[out]
-            configs = _tile_config.configs(grouping, is_1d1d=is_1d1d, out_f32=out_f32)
+            how = dict(is_1d1d=is_1d1d, out_f32=out_f32)
+            configs = _tile_config.configs(grouping, **how, with_clusters=with_clusters)
             yield from (
                 config.attributes(
-                    is_1d1d=is_1d1d,
-                    out_f32=out_f32,
+                    **how,
                     accumulate=accumulate,
                     lhs_e5m2=lhs_e5m2,
                     rhs_e5m2=rhs_e5m2,

@@ -84,7 +84,6 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     if measured is not None:
         return measured
     candidates = configs(is_1d1d=is_1d1d, out_f32=out_bytes > 2)
-    candidates = [c for c in candidates if c.cluster_m * c.cluster_n == 1]
     rows = 16 if m <= 16 else math.ceil(m / 64) * 64
     candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
     return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))

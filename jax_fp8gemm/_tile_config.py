@@ -1,4 +1,4 @@
-"""TileConfig: how one GEMM is cut into tiles, and the list of configs.
+"""TileConfig: how one GEMM is cut into tiles, and the lists of configs.
 
 A config changes the speed of a product, never its bits. _tile_choice.py says which one a shape
 gets.
@@ -74,8 +74,11 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(128, 128, 64, 2, 2, 5, 2),
     TileConfig(128, 128, 128, 2, 1, 5, 2),
     TileConfig(128, 256, 128, 2, 1, 3, 4),
-    TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2),
+)
+# Slower on most shapes (docs/experiments.md), so no product gets them: tests and bench run them.
+CLUSTER_CONFIGS = (
+    TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )
 # A consumer of 128 rows reads the scales of its columns once for both halves. With two accumulators
@@ -103,7 +106,13 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
 }
 
 
-def configs(grouping: int = 0, *, is_1d1d: bool, out_f32: bool) -> tuple[TileConfig, ...]:
-    """The configs that a product may get. grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION."""
+def configs(
+    grouping: int = 0, *, is_1d1d: bool, out_f32: bool, with_clusters: bool = False
+) -> tuple[TileConfig, ...]:
+    """The configs that a product may get. grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION.
+
+    with_clusters: of a product that is not grouped, CLUSTER_CONFIGS too, which none gets.
+    """
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
-    return (*common, _TALL_1D1D) if is_1d1d and out_f32 else common
+    clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()
+    return (*common, _TALL_1D1D, *clusters) if is_1d1d and out_f32 else (*common, *clusters)

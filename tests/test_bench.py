@@ -262,7 +262,7 @@ def test_cupti_times_jax_kernels():
 
 
 def test_tile_text_is_read_back():
-    for config in _tile_config.CONFIGS:
+    for config in (*_tile_config.CONFIGS, *_tile_config.CLUSTER_CONFIGS):
         assert _tiles.parse_tile(_case.tile_text(config)) == config
 
 
@@ -286,5 +286,6 @@ def test_every_case_runs_with_every_tile():
     shapes = [Shape(128, 256, 512), Shape(64, 128, 256)]
     tiles = ["all", "192x128/64 w3 a1 s4 d2 c1x1"]
     rows = list(_tiles.with_tiles(_families.cases("dense", shapes), tiles))
-    assert len(rows) == len(shapes) * (len(_tile_config.CONFIGS) + 1)
+    num_tiles = len(_tile_config.CONFIGS) + len(_tile_config.CLUSTER_CONFIGS) + 1
+    assert len(rows) == len(shapes) * num_tiles
     assert rows[-1].config == tiles[-1]

@@ -259,14 +259,14 @@ def compile_all():
 
 
 def test_no_gemm_kernel_spills_or_loses_its_registers(compile_all):
-    reports = compile_all(_jit.compile_gemm, list(_kernels.gemm_kernels(132)))
+    reports = compile_all(_jit.compile_gemm, list(_kernels.gemm_kernels(132, with_clusters=True)))
     assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
 
 def test_formats_do_not_change_what_ptxas_says(compile_all):
     most = max(config.block_m * config.block_n for config in _tile_config.CONFIGS)
-    kernels = _kernels.gemm_kernels(132, all_formats=True)
+    kernels = _kernels.gemm_kernels(132, all_formats=True, with_clusters=True)
     large = [k for k in kernels if k["block_m"] * k["block_n"] == most and not k["out_f32"]]
     assert len({(k["grouping"], k["lhs_e5m2"], k["rhs_e5m2"]) for k in large}) == 12
     _assert_clean(compile_all(_jit.compile_gemm, large))

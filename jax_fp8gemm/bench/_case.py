@@ -19,7 +19,7 @@ GEMM_KERNEL = "fp8_gemm"  # substring of the names of our GEMM kernels
 class Case:
     """One row to measure. `build` makes our call; `peers` makes the others', by name.
 
-    tiles: the configs that the heuristic chooses from.
+    tiles: the configs that `--tile all` runs: the heuristic's, and those with clusters.
     """
 
     labels: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Case:
     config: str
     build: Build
     peers: Mapping[str, Build]
-    tiles: Sequence[TileConfig] = _tile_config.CONFIGS
+    tiles: Sequence[TileConfig] = (*_tile_config.CONFIGS, *_tile_config.CLUSTER_CONFIGS)
 
 
 def gemm_call(

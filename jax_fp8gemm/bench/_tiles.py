@@ -24,7 +24,7 @@ def parse_tile(text: str) -> TileConfig:
 
 
 def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
-    """Each case once for each config of `texts`; "all" stands for the heuristic's list."""
+    """Each case once for each config of `texts`; "all" stands for its `tiles`."""
     for case in cases:
         for text in texts:
             tiles = case.tiles if text == "all" else (parse_tile(text),)
