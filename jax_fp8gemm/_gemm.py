@@ -42,7 +42,7 @@ def scaled_matmul(
       (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is. Sharded over Explicit
       mesh axes as lhs is in m and rhs in n; summed over those that k is sharded over.
     Raises:
-      ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_matmul"

@@ -59,7 +59,8 @@ def scaled_ragged_dot(
       differentiable: jax_fp8gemm.ragged_dot is. Sharded over Explicit mesh axes as lhs is in m and
       rhs in n; summed over those that k, or in the former g, is sharded over.
     Raises:
-      ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_ragged_dot"
     lhs, rhs, group_sizes = map(_checks.as_array, (lhs, rhs, group_sizes))

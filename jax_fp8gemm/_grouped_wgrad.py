@@ -53,7 +53,8 @@ def scaled_ragged_wgrad(
       (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
       Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
     Raises:
-      ValueError: shapes, blocks or scales disagree. TypeError: a dtype.
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_ragged_wgrad"
     operands = map(_checks.as_array, (lhs, rhs, group_sizes, accumulate_into))

@@ -36,7 +36,7 @@ def permute(
       rows (m * top_k, d), group_sizes (num_experts,), and order (m, top_k), for unpermute:
       rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. Differentiable in x.
     Raises:
-      TypeError: a dtype. ValueError: shapes.
+      TypeError: a dtype, or num_experts traced. ValueError: shapes, or num_experts < 1.
     """
     op = "permute"
     x, indices = map(_checks.as_array, (x, indices))

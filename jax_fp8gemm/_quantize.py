@@ -53,7 +53,7 @@ def quantize(
       the shard: its blocks are those of the whole where it is cut at multiples of 128.
     Raises:
       TypeError: dtype of x, `dtype`, a flag that is no bool, anything but x traced.
-      ValueError: rank, block, axis, with_transpose.
+      ValueError: rank, block, axis, with_transpose, implementation.
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize"
@@ -96,6 +96,10 @@ def quantize_both(
     Args: as for `quantize`.
     Returns:
       quantize(x, axis=-1), (..., m, k), and quantize(x, axis=-2), (..., k, m).
+    Raises:
+      TypeError: dtype of x, `dtype`, a pow2_scale that is no bool.
+      ValueError: rank, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     x = _checks.as_array(x)
     _checks.check_bool("quantize_both", pow2_scale=pow2_scale)

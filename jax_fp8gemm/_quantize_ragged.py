@@ -50,7 +50,9 @@ def quantize_ragged(
       block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
       differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
     Raises:
-      TypeError: a dtype. ValueError: a rank, or more than 1024 groups.
+      TypeError: a dtype, or a pow2_scale that is no bool.
+      ValueError: a rank, no or more than 1024 groups, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize_ragged"
     x, group_sizes = map(_checks.as_array, (x, group_sizes))

@@ -26,7 +26,7 @@ class Recipe:
         the same quantised weights.
       pow2_scale: round every scale up to a power of two.
       wgrad: "fp8", the gradient of rhs from lhs and dout quantised along m; "bf16", from both in
-        bf16, with the bf16 or f32 lhs as residual.
+        bf16, with lhs itself, in its own dtype, as residual.
       reduce_dtype: of the partial sums that devices add where a mesh cuts the contraction of a
         quantised product: "f32", or "bf16", to which each device then rounds its own: half the
         bytes. On one device it has no effect.
