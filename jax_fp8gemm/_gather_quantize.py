@@ -82,19 +82,29 @@ def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, A
 def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale: bool):
     x, scale, rows, weights, (group_sizes, _) = _split(operands, is_weighted)
     _checks.check_ndim(_OP, "x", x, 2, "(s, k)")
-    _checks.check_dtype(_OP, "x", x, _checks.FP8_DTYPES if scale else _checks.FLOAT_DTYPES)
+    if scale:
+        _checks.check_scaled(_OP, "x", x, scale[0], (1, _checks.SCALE_BLOCK))
+    else:
+        _checks.check_dtype(_OP, "x", x, _checks.FLOAT_DTYPES)
     _checks.check_ndim(_OP, "rows", rows, 1, "(m,)")
     _checks.check_dtype(_OP, "rows", rows, (jnp.dtype(jnp.int32),))
     _groups.check_group_sizes(_OP, group_sizes)
     (s, k), (m,) = x.shape, rows.shape
-    f32 = lambda *shape: _checks.short_type(jax.ShapeDtypeStruct(shape, jnp.float32))
-    expected = [*(f32(s, _checks.num_blocks(k)) for _ in scale), *(f32(m) for _ in weights)]
-    actual = [*map(_checks.short_type, (*scale, *weights))]
-    if actual != expected or (scale and mode != "column") or (m > 0 and s == 0):
+    if m > 0 and s == 0:
         raise ValueError(
-            f"{_OP}: x (s, k) must have a row if rows (m,) has one, scales (s, k / 128) and mode "
-            f"column if it is FP8, and weights must be (m,) f32; got x {_checks.short_type(x)}, "
-            f"rows {_checks.short_type(rows)}, scales and weights {actual}, mode {mode}"
+            f"{_OP}: x (s, k) must have a row if rows (m,) has one; "
+            f"got x {_checks.short_type(x)}, rows {_checks.short_type(rows)}"
+        )
+    if scale and mode != "column":
+        raise ValueError(
+            f"{_OP}: mode must be 'column' for an FP8 x; "
+            f"got mode {mode!r}, x {_checks.short_type(x)}"
+        )
+    expected = _checks.short_type(jax.ShapeDtypeStruct((m,), jnp.float32))
+    if weights and _checks.short_type(weights[0]) != expected:
+        raise ValueError(
+            f"{_OP}: weights must be {expected}, one for each of rows; "
+            f"got weights {_checks.short_type(weights[0])}"
         )
     return result_types(m, k, group_sizes.shape[0], mode, e5m2)
 

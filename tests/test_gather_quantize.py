@@ -80,11 +80,16 @@ def operands(**changed):
         (dict(x=jnp.ones((4, 8), jnp.int32)), TypeError, r"x must be .* got x s32\[4,8\]"),
         (dict(rows=jnp.zeros((8,))), TypeError, r"rows must be s32; got rows f32\[8\]"),
         (dict(x=jnp.ones((0, 128))), ValueError, r"must have a row if rows \(m,\) has one"),
-        (dict(weights=jnp.ones((7,))), ValueError, r"weights must be \(m,\) f32; got .*f32\[7\]"),
+        (dict(weights=jnp.ones((7,))), ValueError, r"weights must be f32\[8\], one .*f32\[7\]"),
         (
             dict(x=ScaledArray(jnp.ones((4, 128), E4M3), jnp.ones((4, 1))), mode="row"),
             ValueError,
-            r"mode column if it is FP8.* mode row",
+            r"mode must be 'column' for an FP8 x; got mode 'row', x f8e4m3fn\[4,128\]",
+        ),
+        (
+            dict(x=ScaledArray(jnp.ones((4, 200), E4M3), jnp.ones((4, 1)))),
+            ValueError,
+            r"x_scale must be f32\[4,2\] .*got f32\[4,1\]",
         ),
     ],
 )
