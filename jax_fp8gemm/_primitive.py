@@ -192,7 +192,10 @@ def _unusable_reason() -> str | None:
 
 def _fall_back(op: str, implementation: str | None, reason: str) -> None:
     if implementation == "cuda":
-        raise RuntimeError(f"{op}: implementation='cuda' cannot be used; got: {reason}")
+        raise RuntimeError(
+            f"{op}: implementation='cuda' must be lowered for a GPU that runs the kernels; "
+            f"got: {reason}. Use None or 'xla'."
+        )
     _ffi.warn_once(reason)
 
 

@@ -187,7 +187,7 @@ BAD_CALLS = [
     ((X, UP, DOWN, ONES), dict(recipe="fp8"), TypeError, "recipe must be a jax_fp8gemm.Recipe"),
     ((X, UP, DOWN, ONES), dict(implementation="gpu"), ValueError, "implementation must be None"),
     ((X, UP, DOWN, ONES), dict(implementation="cuda", recipe=BF16), ValueError, "an FP8 recipe"),
-    ((X, UP, DOWN, ONES), dict(implementation="cuda"), RuntimeError, "'cuda' cannot be used"),
+    ((X, UP, DOWN, ONES), dict(implementation="cuda"), RuntimeError, "'cuda' must be lowered"),
 ]
 
 
