@@ -57,6 +57,11 @@ def _short_dtypes(dtypes: Sequence[Any]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def _then(hint: str) -> str:
+    """What to do, as the sentence behind a message; nothing where there is no hint."""
+    return f". {hint}" if hint else ""
+
+
 def as_array(x: Any) -> Any:
     """The array that `x` stands for: a flax.nnx.Param's value, a NumPy scalar; else `x` itself."""
     if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
@@ -67,14 +72,15 @@ def as_array(x: Any) -> Any:
 def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
     """TypeError unless `x` is an array: JAX's, a tracer or NumPy's."""
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}.{hint}")
+        raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}{_then(hint)}")
 
 
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
     """TypeError unless the dtype of `x` is one of `dtypes`."""
     if not any(x.dtype == dtype for dtype in dtypes):  # of keys, np.dtype() knows nothing
         expected = _short_dtypes(dtypes)
-        raise TypeError(f"{op}: {name} must be {expected}; got {name} {short_type(x)}.{hint}")
+        got = f"got {name} {short_type(x)}{_then(hint)}"
+        raise TypeError(f"{op}: {name} must be {expected}; {got}")
 
 
 def check_integers(op: str, name: str, x: Any) -> None:
@@ -86,7 +92,8 @@ def check_integers(op: str, name: str, x: Any) -> None:
 def check_ndim(op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "") -> None:
     """ValueError unless `x` has exactly `ndim` dimensions, named by `layout`."""
     if x.ndim != ndim:
-        raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}.{hint}")
+        got = f"got {name} {short_type(x)}{_then(hint)}"
+        raise ValueError(f"{op}: {name} must be {layout}; {got}")
 
 
 def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
@@ -155,13 +162,14 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
     expected = scale_shape(values.shape, block)
     if tuple(scale.shape) != expected or jnp.dtype(scale.dtype) != jnp.float32:
         hint = (
-            ". If the shards of a shard_map were quantised each alone, cut the array at multiples "
+            "If the shards of a shard_map were quantised each alone, cut the array at multiples "
             f"of {SCALE_BLOCK} elements, or quantise it outside."
         )
+        is_larger = math.prod(scale.shape) > math.prod(expected)
         raise ValueError(
             f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "
             f"{block[0]}x{block[1]} block of {name} {short_type(values)}); got {short_type(scale)}"
-            f"{hint if math.prod(scale.shape) > math.prod(expected) else ''}"
+            f"{_then(hint if is_larger else '')}"
         )
 
 

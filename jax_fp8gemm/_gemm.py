@@ -49,7 +49,7 @@ def scaled_matmul(
     lhs, rhs, accumulate_into = map(_checks.as_array, (lhs, rhs, accumulate_into))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
-        hint = " Map leading dimensions with jax.vmap."
+        hint = "Map leading dimensions with jax.vmap."
         _checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, k)", hint=hint)
     if lhs.block != (1, 128):
         raise ValueError(f"{op}: lhs.block must be (1, 128); got {lhs.block}")

@@ -97,7 +97,7 @@ def matmul(
     _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")
     check_weights(op, "rhs", rhs)
     if is_scaled:
-        hint = " Map leading dimensions with jax.vmap."
+        hint = "Map leading dimensions with jax.vmap."
         _checks.check_ndim(op, "rhs", rhs, 2, "(k, n)", hint=hint)
     else:
         _checks.check_min_ndim(op, "rhs", rhs, 1, "(..., k, n) or (k,)")

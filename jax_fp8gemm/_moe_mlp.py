@@ -102,7 +102,7 @@ def moe_mlp(
 def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
     """Raises unless these are rows (m, d) and the weights of experts for them."""
     check_unquantised(op, "x", x)
-    _checks.check_ndim(op, "x", x, 2, "(m, d)", hint=" Fold leading dimensions into m.")
+    _checks.check_ndim(op, "x", x, 2, "(m, d)", hint="Fold leading dimensions into m.")
     for name, w, layout in (
         ("w_gate_up", w_gate_up, "(g, d, 2 f)"),
         ("w_down", w_down, "(g, f, d)"),

@@ -131,7 +131,7 @@ def _ragged_dot(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes, group_off
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
     """Raises unless these are operands of ragged_dot."""
     check_unquantised(op, "lhs", lhs)
-    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=" Map leading dimensions with jax.vmap.")
+    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     check_weights(op, "rhs", rhs)
     _checks.check_ndim(op, "rhs", rhs, 3, "(g, k, n)")
     _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])

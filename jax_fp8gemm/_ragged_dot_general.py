@@ -94,7 +94,7 @@ def ragged_dot_general(
     operands = map(_checks.as_array, (lhs, rhs, group_sizes, group_offset))
     lhs, rhs, group_sizes, group_offset = operands
     check_unquantised(op, "lhs", lhs)
-    _checks.check_array(op, "rhs", rhs, hint=" A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+    _checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
     _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)

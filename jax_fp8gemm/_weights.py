@@ -17,8 +17,8 @@ from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 def check_weights(op: str, name: str, w: Any) -> None:
     """Raises unless `w` is an array of floats, or a ScaledArray with block (128, 128)."""
     if not isinstance(w, ScaledArray):
-        _checks.check_array(op, name, w, hint=" Or pass a ScaledArray.")
-        hint = " Quantised weights go in as a ScaledArray."
+        _checks.check_array(op, name, w, hint="Or pass a ScaledArray.")
+        hint = "Quantised weights go in as a ScaledArray."
         _checks.check_dtype(op, name, w, _checks.FLOAT_DTYPES, hint=hint)
         return
     check_scaled_array(op, name, w)

@@ -74,6 +74,14 @@ def test_scale_of_the_wrong_dtype():
         _checks.check_scaled("gemm", "rhs", values, scale, (128, 128))
 
 
+def test_a_hint_is_a_sentence_behind_the_message():
+    check = lambda **hint: _checks.check_ndim("op", "x", struct((3,)), 2, "(m, k)", **hint)
+    with raises(ValueError, match=r"x must be \(m, k\); got x f32\[3\]$"):
+        check()
+    with raises(ValueError, match=r"; got x f32\[3\]\. Pad it\.$"):
+        check(hint="Pad it.")
+
+
 def test_values_that_are_not_fp8():
     with raises(TypeError, match=r"lhs must be f8e4m3fn or f8e5m2; got lhs bf16\[8,128\]"):
         values = struct((8, 128), jnp.bfloat16)
