@@ -148,7 +148,8 @@ def check_block(op: str, block: Any, *, name: str = "block") -> None:
 
 def check_implementation(op: str, implementation: Any) -> None:
     """ValueError unless `implementation` names one."""
-    if implementation not in IMPLEMENTATIONS:
+    # By type too: an array would compare element by element.
+    if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation must be None, 'cuda' or 'xla'; got {implementation!r}"
         )

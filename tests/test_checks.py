@@ -82,6 +82,12 @@ def test_a_hint_is_a_sentence_behind_the_message():
         check(hint="Pad it.")
 
 
+def test_an_implementation_of_another_type():
+    for given in (jnp.ones(2), ["cuda"], 1):
+        with raises(ValueError, match="quantize: implementation must be None, 'cuda' or 'xla'; "):
+            _checks.check_implementation("quantize", given)
+
+
 def test_values_that_are_not_fp8():
     with raises(TypeError, match=r"lhs must be f8e4m3fn or f8e5m2; got lhs bf16\[8,128\]"):
         values = struct((8, 128), jnp.bfloat16)
