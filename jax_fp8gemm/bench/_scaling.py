@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from jax_fp8gemm._exchange import HEADROOM, RATES
+from jax_fp8gemm._exchange import HEADROOM, RATES, Name
 
-Strategy = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
-STRATEGIES: tuple[Strategy, ...] = ("all_gather", "all_to_all", "ragged_all_to_all")
 Number = int | float
 
 
@@ -137,7 +134,7 @@ def token_bytes(hidden: int, top_k: int, is_fp8: bool) -> int:
     return values + 8 * top_k
 
 
-def copies(strategy: Strategy, p: int, top_k: int, headroom: Number) -> float:
+def copies(strategy: Name, p: int, top_k: int, headroom: Number) -> float:
     """How many peers a token is sent to, of the p - 1 others of the expert axis.
 
     headroom: of all_to_all, whose slots have a fixed size.
@@ -164,7 +161,7 @@ class Exchange:
 
 
 def exchange(
-    strategy: Strategy,
+    strategy: Name,
     axis: Axis,
     hidden: int,
     top_k: int,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_fp8gemm._exchange import HEADROOM
+from jax_fp8gemm._exchange import HEADROOM, Name
 from jax_fp8gemm.bench._scaling import (
     Axis,
     Number,
     Rates,
-    Strategy,
     exchange,
     expert_seconds,
     fsdp_bytes,
@@ -33,7 +32,7 @@ class Prediction:
 
 
 def predict_ep_layer(
-    strategy: Strategy,
+    strategy: Name,
     p: int,
     tokens: int,
     *,

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jax_fp8gemm._exchange import HEADROOM
+from jax_fp8gemm._exchange import HEADROOM, NAMES
 from jax_fp8gemm.bench._scaling import (
-    STRATEGIES,
     Axis,
     Model,
     Rates,
@@ -83,12 +82,12 @@ def _exchange() -> str:
     def row(p: int):
         yield p
         for is_fp8 in (True, False):
-            for strategy in STRATEGIES:
+            for strategy in NAMES:
                 moved = exchange(strategy, Axis(p, 1), _MODEL.hidden, _MODEL.top_k, _TOKENS,
                                  _RATES, is_fp8=is_fp8)  # fmt: skip
                 yield f"{(moved.dispatch_bytes + moved.return_bytes) / 1e6:.0f}"
         for local in (p, 1):
-            for strategy in STRATEGIES[:2]:
+            for strategy in NAMES[:2]:
                 axis = Axis(p, local)
                 moved = exchange(strategy, axis, _MODEL.hidden, _MODEL.top_k, _TOKENS, _RATES)
                 yield f"{moved.seconds * 1e3:.1f}" if local <= _RATES.gpus_per_host else ""
