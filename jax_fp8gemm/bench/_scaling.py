@@ -119,11 +119,6 @@ class Model:
         forward = self.num_heads * sequence * (self.nope_dim + self.rope_dim + self.v_dim)
         return 3.0 * self.num_layers * forward
 
-    def activation_bytes(self, tokens: int) -> float:
-        """What the expert layers keep: x and h along the tokens in FP8, gate_up in bf16."""
-        fp8 = (self.hidden + self.inter) * (1 + 4 / 128)
-        return self.num_moe_layers * tokens * self.top_k * (fp8 + 2 * 2 * self.inter)
-
 
 # The exchange of tokens
 
