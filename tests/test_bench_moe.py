@@ -12,7 +12,7 @@ import pytest
 from fake_clock import DEVICE, fake_time
 
 from jax_fp8gemm import _ffi, bench
-from jax_fp8gemm.bench import _cli, _grouped_problem, _moe, _reference, _run, _timer
+from jax_fp8gemm.bench import _case, _cli, _grouped_problem, _moe, _reference, _run, _timer
 from jax_fp8gemm.bench._cupti import Activity
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
@@ -68,7 +68,7 @@ def test_layer_runs_forward_and_backward():
 def test_peak_memory_counts_arguments_and_results():
     x = jax.ShapeDtypeStruct((1000,), np.float32)
     program = jax.jit(lambda x: (x + 1, x + 2)).lower(x).compile()
-    assert _moe.peak_bytes(program) >= 3 * 4000
+    assert _case.peak_bytes(program) >= 3 * 4000
 
 
 def test_schema_and_memory_line(tmp_path, capsys, monkeypatch):

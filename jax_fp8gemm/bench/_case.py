@@ -49,6 +49,15 @@ def gemm_call(
     return Call(run, jax_queue(), GEMM_KERNEL)
 
 
+def peak_bytes(program: jax.stages.Compiled) -> int | None:
+    """Device memory of a compiled program's arguments, results and temporaries, if XLA says."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return None
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return total + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+
 def tile_text(c: TileConfig) -> str:
     """The tile config in short; docs/benchmarks.md says how to read it."""
     return (

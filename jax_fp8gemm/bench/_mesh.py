@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jax_fp8gemm.bench._moe import peak_bytes
+from jax_fp8gemm.bench._case import peak_bytes
 from jax_fp8gemm.bench._timer import Call, Timing, jax_queue
 
 AXIS = "devices"

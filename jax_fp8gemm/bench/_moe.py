@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import moe
-from jax_fp8gemm.bench._case import Case
+from jax_fp8gemm.bench._case import Case, peak_bytes
 from jax_fp8gemm.bench._data import normal, normal_groups
 from jax_fp8gemm.bench._grouped_peers import RaggedDot, tokamax_ragged_dot
 from jax_fp8gemm.bench._grouped_problem import draw_shares
@@ -101,12 +101,3 @@ def _call(experts: Experts, layer: Layer, max_repeat: int | None = None) -> Call
         max_repeat=max_repeat,
         peak_bytes=peak_bytes(step),
     )
-
-
-def peak_bytes(program: jax.stages.Compiled) -> int | None:
-    """Device memory of a compiled program's arguments, results and temporaries, if XLA says."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return None
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return total + memory.temp_size_in_bytes - memory.alias_size_in_bytes
