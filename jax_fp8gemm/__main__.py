@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     precompile.add_argument(
         "--all-formats", action="store_true", help="the e5m2 and power-of-two kernels too"
     )
+    precompile.add_argument(
+        "--clusters", action="store_true", help="those that only tests and bench --tile run, too"
+    )
     precompile.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), metavar="N")
     options = parser.parse_args(arguments)
     if options.command == "info":
@@ -42,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.jobs < 1:
         precompile.error(f"--jobs must be at least 1; got {options.jobs}")
-    return _precompile(options.all_formats, options.jobs)
+    return _precompile(options.all_formats, options.clusters, options.jobs)
 
 
-def _precompile(all_formats: bool, jobs: int) -> int:
+def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
     folder to go to."""
     folder = _ffi.cache_dir
@@ -53,7 +56,8 @@ def _precompile(all_formats: bool, jobs: int) -> int:
     if fault is not None:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")
         return 1
-    gemm = _kernels.gemm_kernels(_ffi.num_sms(), all_formats=all_formats)
+    which = dict(all_formats=all_formats, with_clusters=with_clusters)
+    gemm = _kernels.gemm_kernels(_ffi.num_sms(), **which)
     tasks = [partial(_jit.compile_gemm, config) for config in gemm]
     for e5m2, pow2_scale in _kernels.formats(all_formats):
         configs = _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)

@@ -105,7 +105,7 @@ def out_dtypes(family: str, config) -> list:
 
 def precompile() -> None:
     """Compiles every e4m3 kernel into the disk cache, on all cores."""
-    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "precompile"]
+    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "precompile", "--clusters"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -230,7 +230,9 @@ def test_batches_are_independent(mode):
 
 def test_squares_of_more_matrices_than_a_grid_has_rows():
     x = jax.random.normal(jax.random.key(0), (65535 + 3, 3, 16), jnp.bfloat16)
-    found = jf.quantize(x, block=SQUARE, with_transpose=True, implementation="cuda")
-    expected = jf.quantize(x, block=SQUARE, with_transpose=True, implementation="xla")
-    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        gpu_cases.assert_same(actual, wanted)
+    quantize = functools.partial(jf.quantize, block=SQUARE, with_transpose=True)
+    found = quantize(x, implementation="cuda")
+    for part in (slice(0, 3), slice(-6, None)):  # of the first launch; around the cut
+        expected = jax.tree.leaves(quantize(x[part], implementation="xla"))
+        for actual, wanted in zip(jax.tree.leaves(found), expected, strict=True):
+            gpu_cases.assert_same(actual[part], wanted)
