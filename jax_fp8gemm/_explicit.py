@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._partition_rule import (
     PartitionRule,
+    axes_of,
     choose_axes,
     extents_of,
     padded_spec,
@@ -49,8 +50,7 @@ def check_out_sharding(op: str, out_sharding: Any, operands: Sequence[Any]) -> N
         )
     mesh = _explicit_mesh(operands)
     spec = out_sharding if is_spec else out_sharding.spec
-    as_tuple = lambda dim: () if dim is None else dim if isinstance(dim, tuple) else (dim,)
-    axes = [axis for dim in spec for axis in as_tuple(dim)]
+    axes = [axis for entry in spec for axis in axes_of(entry)]
     explicit = () if mesh is None else mesh.explicit_axes
     if len(set(axes)) != len(axes) or not set(explicit).issuperset(axes):
         hint = "" if explicit else " Shard over Auto axes with jax.lax.with_sharding_constraint."

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm import _checks, _ffi, _tile_choice
+from jax_fp8gemm import _checks, _ffi, _tile_choice, _tile_config
 from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
@@ -132,8 +132,7 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
     spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=accumulate)
     (m, k), n = lhs.shape, rhs.shape[0]
     config = _tile_choice.choose(m, n, k, num_sms=num_sms, **spec)
-    is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
-    return config.attributes(**spec, lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs), num_sms=num_sms)
+    return config.attributes(**spec, **_tile_config.formats(lhs, rhs), num_sms=num_sms)
 
 
 def _folded(run):

@@ -154,13 +154,11 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     lhs, lhs_scale = (x.reshape(m, x.shape[-1]) for x in (lhs, lhs_scale))
     lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, 0, pad_n, pad_k)
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
-    is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
-    how = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
+    spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
     num_sms = _ffi.num_sms()
-    config = _tile_choice.choose_grouped(m, n, k, g, **how, num_sms=num_sms).attributes(
-        **how,
-        lhs_e5m2=is_e5m2(lhs),
-        rhs_e5m2=is_e5m2(rhs),
+    config = _tile_choice.choose_grouped(m, n, k, g, **spec, num_sms=num_sms).attributes(
+        **spec,
+        **_tile_config.formats(lhs, rhs),
         num_sms=num_sms,
         grouping=_tile_config.GROUPED_ROWS,
     )

@@ -153,13 +153,11 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
         rhs_scale = jnp.pad(rhs_scale, ((0, pad_n), (0, 0)), constant_values=1)
         accum = [jnp.pad(x, ((0, 0), (0, 0), (0, pad_n))) for x in accum]
     accum = [x.reshape(g * m, n + pad_n) for x in accum]
-    is_e5m2 = lambda x: x.dtype == jnp.float8_e5m2
-    how = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
+    spec = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
     num_sms = _ffi.num_sms()
-    config = _tile_choice.choose_grouped(m, n, t, g, **how, num_sms=num_sms).attributes(
-        **how,
-        lhs_e5m2=is_e5m2(lhs),
-        rhs_e5m2=is_e5m2(rhs),
+    config = _tile_choice.choose_grouped(m, n, t, g, **spec, num_sms=num_sms).attributes(
+        **spec,
+        **_tile_config.formats(lhs, rhs),
         num_sms=num_sms,
         grouping=_tile_config.GROUPED_CONTRACTION,
     )

@@ -133,10 +133,14 @@ def block_of(rule: PartitionRule, name: str) -> int:
     return rule.blocks.get(name, 1)
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
 def padded_spec(x: Any) -> list[tuple[str, ...]]:
     """The mesh axes of each dimension."""
-    as_tuple = lambda axes: () if axes is None else (axes,) if isinstance(axes, str) else axes
-    spec = [as_tuple(axes) for axes in x.sharding.spec]
+    spec = [axes_of(entry) for entry in x.sharding.spec]
     return spec + [()] * (len(x.shape) - len(spec))
 
 

@@ -7,7 +7,9 @@ gets.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -56,6 +58,12 @@ class TileConfig:
             grouping=grouping,
         )
         return {key: np.int32(value) for key, value in (dataclasses.asdict(self) | how).items()}
+
+
+def formats(lhs: Any, rhs: Any) -> dict[str, bool]:
+    """The formats of FP8 operands, as TileConfig.attributes takes them."""
+    is_e5m2 = lambda x: x.dtype == ml_dtypes.float8_e5m2
+    return dict(lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs))
 
 
 # Tiles for few rows stream rhs: many stages, several batches queued, columns to fill the card.
