@@ -21,6 +21,7 @@ from jax_fp8gemm._expert_mlp import ExpertSpec, backward, forward
 from jax_fp8gemm._experts import weights_both_ways
 from jax_fp8gemm._matmul_spec import MatmulSpec
 from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._partition_rule import axes_of
 from jax_fp8gemm._scaled_array import ScaledArray
 
 
@@ -88,8 +89,7 @@ class MeshLayout:
         explicit = set(self.mesh.abstract_mesh.explicit_axes)
         if not explicit:
             return x
-        as_tuple = lambda axes: axes if isinstance(axes, tuple) else (axes,)
-        dims = [tuple(name for name in as_tuple(a) if name in explicit) or None for a in spec]
+        dims = [tuple(name for name in axes_of(e) if name in explicit) or None for e in spec]
         return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*dims)))
 
 
@@ -97,20 +97,20 @@ def expert_mlp_on_mesh(
     spec: ExpertSpec, layout: MeshLayout, x, weights, w_gate_up: Any, w_down: Any, indices
 ) -> jax.Array:
     """expert_mlp of the tokens and experts of all devices; `spec` is that of one."""
-    lie = tuple(
+    shardings = tuple(
         None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
     )
     x, weights, indices = (layout.place(y, layout.tokens) for y in (x, weights, indices))
     x, weights, w_gate_up, w_down, indices = match_varying(x, weights, w_gate_up, w_down, indices)
-    return _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices)
+    return _expert_mlp(spec, layout, shardings, x, weights, w_gate_up, w_down, indices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _expert_mlp(spec, layout, lie, x, weights, w_gate_up, w_down, indices) -> jax.Array:
-    return _fwd(spec, layout, lie, x, weights, w_gate_up, w_down, indices)[0]
+def _expert_mlp(spec, layout, shardings, x, weights, w_gate_up, w_down, indices) -> jax.Array:
+    return _fwd(spec, layout, shardings, x, weights, w_gate_up, w_down, indices)[0]
 
 
-def _fwd(spec: ExpertSpec, layout: MeshLayout, lie, x, weights, w_gate_up, w_down, indices):
+def _fwd(spec: ExpertSpec, layout: MeshLayout, shardings, x, weights, w_gate_up, w_down, indices):
     kept, transposed = weights_both_ways((spec.into, spec.down), w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
     # check_vma=False: residuals are each device's own, whether or not they differ.
@@ -121,7 +121,7 @@ def _fwd(spec: ExpertSpec, layout: MeshLayout, lie, x, weights, w_gate_up, w_dow
     return out, (residuals, kept)
 
 
-def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Array):
+def _bwd(spec: ExpertSpec, layout: MeshLayout, shardings, residuals: Any, dout: jax.Array):
     tokens, experts = layout.tokens, layout.experts
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
     products = spec.into, spec.down
@@ -139,10 +139,11 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, lie, residuals: Any, dout: jax.Ar
         ]
         return dx, dweights, *(total if summed else drhs)
 
-    lie_after = [_cut(layout.expert_axes, summed, dim) for dim in dims]
-    run = layout.map(run, (tokens, experts, tokens), (tokens, tokens, *lie_after), check_vma=False)
-    dx, dweights, *drhs = run(kept, w, dout)
-    drhs = [dw if where is None else _lie(dw, where) for dw, where in zip(drhs, lie, strict=True)]
+    grad_specs = [_grad_spec(layout.expert_axes, summed, dim) for dim in dims]
+    out_specs = (tokens, tokens, *grad_specs)
+    run_on_mesh = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
+    dx, dweights, *drhs = run_on_mesh(kept, w, dout)
+    drhs = [_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True)]
     return dx, dweights, *drhs, None
 
 
@@ -168,7 +169,9 @@ def _sum(dw: jax.Array, axes: tuple[str, ...], dim: int | None) -> jax.Array:
     return lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
 
 
-def _cut(expert_axes: tuple[str, ...], summed: tuple[str, ...], dim: int | None) -> PartitionSpec:
+def _grad_spec(
+    expert_axes: tuple[str, ...], summed: tuple[str, ...], dim: int | None
+) -> PartitionSpec:
     """Of a gradient that `_sum` has added."""
     cut = [expert_axes, None, None]
     if dim is not None:
@@ -176,5 +179,7 @@ def _cut(expert_axes: tuple[str, ...], summed: tuple[str, ...], dim: int | None)
     return PartitionSpec(*cut)
 
 
-def _lie(x: Any, sharding: Any) -> Any:
-    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+def _reshard(x: Any, sharding: Any) -> Any:
+    """`x` as a weight is sharded; None: that of a ScaledArray, which has no gradient."""
+    is_moved = sharding is not None and sharding.mesh.explicit_axes
+    return jax.sharding.reshard(x, sharding) if is_moved else x
