@@ -27,6 +27,8 @@ _MIN_ROWS = 4096  # of a turn, where there are as many
 
 # (x, indices, weights, w_gate_up, w_down) -> out, on one device
 Layer = Callable[..., jax.Array]
+# (choices of a device, num_experts) -> how many of them an expert takes at most; None: all
+Capacity = Callable[[int, int], int | None]
 
 
 def axis_names(op: str, expert_axis: Any, exchange: Any) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ def expert_parallel(
     *,
     names: tuple[str, ...],
     exchange: Name | None,
-    capacity: int | None,
+    capacity: Capacity,
     recipe: Recipe,
     implementation: Implementation,
 ) -> jax.Array:
@@ -117,7 +119,6 @@ def expert_parallel(
       layer: of the experts of one device on whatever tokens, where the tokens do not travel as FP8;
         takes max_rows, of all its experts together.
       operands: x (t, d); indices, weights (t, top_k); w_gate_up, w_down.
-      capacity: choices that an expert takes from a device, None: all.
     """
     x, indices, weights, w_gate_up, w_down = operands
     if x.size == 0:
@@ -132,14 +133,15 @@ def expert_parallel(
     sizes: dict[str, Any] = dict(
         size=lax.axis_size(axis), tokens=x.shape[0], top_k=indices.shape[1]
     )
+    most = capacity(indices.size, sizes["size"] * experts)
     if recipe.is_fused:
-        how: dict[str, Any] = dict(exchange=exchange, capacity=capacity, recipe=recipe)
+        how: dict[str, Any] = dict(exchange=exchange, capacity=most, recipe=recipe)
         how |= dict(implementation=implementation, experts=experts) | sizes
         return expert_mlp(expert_spec(op, x, w_gate_up, w_down, axis, **how), *operands)
     # Derivatives pass through the exchange here, and it through one turn only.
-    max_slots = x.shape[0] if capacity is None else experts * capacity
+    max_slots = x.shape[0] if most is None else experts * most
     sender = make_exchange(exchange, axis, **sizes, max_slots=max_slots)
-    max_rows = None if capacity is None else sizes["size"] * experts * capacity
+    max_rows = None if most is None else sizes["size"] * experts * most
     return unquantised_exchange(sender, partial(layer, max_rows=max_rows), *operands)
 
 
@@ -147,17 +149,16 @@ def expert_parallel_on_mesh(
     op: str,
     layout: MeshLayout,
     choose: Callable[[Any, int], tuple[jax.Array, jax.Array]],
-    capacity: Callable[[int, int], int | None],
     operands: tuple[Any, ...],
     *,
     exchange: Name | None,
+    capacity: Capacity,
     recipe: Recipe,
     implementation: Implementation,
 ) -> jax.Array:
     """The layer on all tokens and experts, where the tokens travel as FP8.
 
     choose: (router of a device's tokens, num_experts) -> indices, weights.
-    capacity: (a device's choices, num_experts) -> what an expert takes of them at most.
     """
     x, router, w_gate_up, w_down = operands
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
 from jax_fp8gemm._expert_parallel import (
+    Capacity,
     axis_names,
     expert_parallel,
     expert_parallel_on_mesh,
@@ -112,31 +112,23 @@ def moe_layer(
         indices, weights = choose(router, w_gate_up.shape[0])
         return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
     names = axis_names(op, expert_axis, exchange)
-    how = dict(exchange=exchange, recipe=recipe, implementation=implementation)
-    return _unfold(_spread(op, local, choose, capacity, operands, names, mesh, how), x)
+    how = dict(exchange=exchange, capacity=capacity, recipe=recipe, implementation=implementation)
+    return _unfold(_spread(op, local, choose, operands, names, mesh, how), x)
 
 
 def _spread(
-    op: str,
-    local: Any,
-    choose: Any,
-    capacity: Any,
-    operands: Any,
-    names: Any,
-    mesh: Any,
-    how: dict[str, Any],
+    op: str, local: Any, choose: Any, operands: Any, names: Any, mesh: Any, how: dict[str, Any]
 ) -> jax.Array:
     """The layer with its experts along the mesh axes `names`.
 
-    how: exchange, recipe, implementation.
+    how: exchange, capacity, recipe, implementation.
     """
 
     def on_device(tokens, router, w_gate_up, w_down):
         num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
         indices, weights = choose(router, num_experts)
         parts = tokens, indices, weights, w_gate_up, w_down
-        most = capacity(indices.size, num_experts)
-        return expert_parallel(op, local, parts, names=names, capacity=most, **how)
+        return expert_parallel(op, local, parts, names=names, **how)
 
     if is_manual(names):
         if mesh is not None:
@@ -146,7 +138,7 @@ def _spread(
         return on_device(*operands)
     layout = lay_out(op, operands, names, mesh)
     if how["recipe"].is_fused:
-        return expert_parallel_on_mesh(op, layout, choose, capacity, operands, **how)
+        return expert_parallel_on_mesh(op, layout, choose, operands, **how)
     specs = layout.tokens, layout.tokens, layout.experts, layout.experts
     return layout.map(on_device, specs, layout.tokens)(*operands)
 
@@ -215,7 +207,7 @@ def _choose(
     top_k: Any,
     scoring: Scoring,
     normalize: bool,
-    capacity: Callable[[int, int], int | None],
+    capacity: Capacity,
     router: Any,
     num_experts: int,
 ) -> tuple[jax.Array, jax.Array]:
