@@ -1,6 +1,5 @@
 """backend_info: what the package found on this machine, for people to read."""
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jax_fp8gemm import _ffi
+from jax_fp8gemm import _environment, _ffi
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -88,8 +87,6 @@ def _jax_fault() -> str | None:
 def _cache() -> str:
     if not (cache_dir := _ffi.cache_dir):
         return "none: kernels are kept in memory only"
-    folder = Path(cache_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not _environment.is_writable(cache_dir):
         return f"none: {cache_dir} cannot be written; kernels are kept in memory only"
-    return f"{cache_dir} ({len(list(folder.glob('*.kernel')))} kernels)"
+    return f"{cache_dir} ({len(list(Path(cache_dir).glob('*.kernel')))} kernels)"

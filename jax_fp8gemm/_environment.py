@@ -26,13 +26,20 @@ def cache_dir() -> str:
     return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
 
 
+def is_writable(folder: str) -> bool:
+    """Whether the folder, which need not exist, can be written in; makes nothing."""
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
 def cache_fault(folder: str) -> str | None:
     """Makes the folder; why kernels cannot be kept in it, or None."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         return error.strerror
-    return None if os.access(folder, os.W_OK | os.X_OK) else "not writable"
+    return None if is_writable(folder) else "not writable"
 
 
 def nvrtc_paths() -> list[str]:

@@ -45,7 +45,6 @@ EXPORT_CHECKS = tuple(
 # H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
 _DEFAULT_NUM_SMS = 132
 
-
 cache_dir = ""  # of the extension, see _configure
 
 
