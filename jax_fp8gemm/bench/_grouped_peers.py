@@ -44,7 +44,7 @@ def ragged_peers(shape: GroupedShape, sizes: np.ndarray) -> dict[str, Callable[[
     return {
         yardstick: peer_calls(dense, is_1d1d=False)[yardstick],
         "lax_ragged_dot": build(_jax_call, shape, sizes, lambda: jax.lax.ragged_dot),
-        "tokamax": build(_jax_call, shape, sizes, tokamax_ragged_dot),
+        "tokamax": build(_jax_call, shape, sizes, tokamax_product),
         "deepgemm": build(_deepgemm, shape, sizes),
     }
 
@@ -67,20 +67,17 @@ def wgrad_peers(
         "lax_ragged_dot": build(
             _jax_wgrad, shape, sizes, accumulate, lambda: jax.lax.ragged_dot_general
         ),
-        "tokamax": build(_jax_wgrad, shape, sizes, accumulate, _tokamax_ragged_dot_general),
+        "tokamax": build(
+            _jax_wgrad, shape, sizes, accumulate, build(tokamax_product, "ragged_dot_general")
+        ),
     }
     return peers | {"deepgemm": build(_deepgemm_wgrad, shape, sizes)} if accumulate else peers
 
 
-def tokamax_ragged_dot() -> RaggedDot:
-    """tokamax's product on its Mosaic GPU kernel. Raises: ImportError."""
+def tokamax_product(name: str = "ragged_dot") -> RaggedDot:
+    """tokamax's function of that name on its Mosaic GPU kernel. Raises: ImportError."""
     tokamax = importlib.import_module("tokamax")
-    return functools.partial(tokamax.ragged_dot, implementation="mosaic")
-
-
-def _tokamax_ragged_dot_general() -> RaggedDot:
-    tokamax = importlib.import_module("tokamax")
-    return functools.partial(tokamax.ragged_dot_general, implementation="mosaic")
+    return functools.partial(getattr(tokamax, name), implementation="mosaic")
 
 
 def _jax_call(shape: GroupedShape, sizes: np.ndarray, load: Callable[[], RaggedDot]) -> Call:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_fp8gemm import moe
 from jax_fp8gemm.bench._case import Case, peak_bytes
 from jax_fp8gemm.bench._data import normal, normal_groups
-from jax_fp8gemm.bench._grouped_peers import RaggedDot, tokamax_ragged_dot
+from jax_fp8gemm.bench._grouped_peers import RaggedDot, tokamax_product
 from jax_fp8gemm.bench._grouped_problem import draw_shares
 from jax_fp8gemm.bench._problem import GroupedShape, Work
 from jax_fp8gemm.bench._timer import Call, jax_queue
@@ -58,7 +58,7 @@ def moe_case(experts: Experts) -> Case:
         build=lambda: call(moe.moe_mlp),
         peers={
             "lax_ragged_dot": lambda: call(bf16_layer(jax.lax.ragged_dot), _LAX_REPEAT),
-            "tokamax": lambda: call(bf16_layer(tokamax_ragged_dot())),
+            "tokamax": lambda: call(bf16_layer(tokamax_product())),
         },
     )
 
