@@ -89,9 +89,7 @@ ffi::Error InstantiateGemm(const GemmConfig& config) {
 
 ffi::Error PrepareGemm(const GemmConfig& config) {
   FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
-  FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
-                       GetKernel(config, GemmKernelName, GemmSmemBytes(config)));
-  return ffi::Error::Success();
+  return PrepareKernel(config, GemmKernelName, GemmSource, GemmSmemBytes(config));
 }
 
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,

@@ -37,7 +37,7 @@ static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, next_t
 // Compiles the kernel of a config, unless memory or the disk cache has it.
 ffi::Error InstantiateGemm(const GemmConfig& config);
 
-// Loads the kernel of a config into the current device.
+// Loads the kernel of a config into the current device; compiles it if nothing was instantiated.
 ffi::Error PrepareGemm(const GemmConfig& config);
 
 // Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and

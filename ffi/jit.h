@@ -2,9 +2,10 @@
 // and on disk.
 //
 // Who calls what:
-//   Instantiate  GetOrCompile  memory, then disk (a few ms), then NVRTC (0.4-1.2 s)
-//   Prepare      GetKernel     loads the cubin into the driver, once a process
-//   Execute      GetKernel     a look-up; never compiles, never loads
+//   Instantiate  GetOrCompile   memory, then disk (a few ms), then NVRTC (0.4-1.2 s)
+//   Prepare      PrepareKernel  loads the cubin into the driver, once a process; compiles it if
+//                               nothing was instantiated
+//   Execute      GetKernel      a look-up; never compiles, never loads
 // All of it is thread-safe: XLA calls handlers of several devices and executables at once.
 
 #ifndef JAX_FP8GEMM_JIT_H_
@@ -94,6 +95,19 @@ ffi::ErrorOr<CUkernel> GetKernel(const Config& config, std::string (*name)(const
   lately[oldest] = {config, device, generation, kernel};
   oldest = (oldest + 1) % lately.size();
   return kernel;
+}
+
+// Makes GetKernel's kernel ready on the device of the current context. Compiles it too where it
+// must: XLA (jaxlib 0.11.2) instantiates nothing of an executable that JAX's compilation cache
+// kept.
+template <typename Config>
+ffi::Error PrepareKernel(const Config& config, std::string (*name)(const Config&),
+                         KernelSource (*source)(const Config&), int dynamic_smem_bytes) {
+  if (GetKernel(config, name, dynamic_smem_bytes).has_value()) return ffi::Error::Success();
+  FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(source(config)));
+  FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
+                       GetKernel(config, name, dynamic_smem_bytes));
+  return ffi::Error::Success();
 }
 
 // The NVRTC that GetOrCompile would use.

@@ -28,9 +28,7 @@ ffi::Error Instantiate(QuantizeConfig config) {
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
     FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
-                         GetKernel(config, QuantizeKernelName, 0));
-    return ffi::Error::Success();
+    return PrepareKernel(config, QuantizeKernelName, QuantizeKernelSource, 0);
   });
 }
 

@@ -1,4 +1,4 @@
-"""CUDA graphs, the memory checker and threads: the same bits however a program runs."""
+"""CUDA graphs, JAX's cache, the memory checker, threads: the same bits however a program runs."""
 
 import functools
 import os
@@ -35,6 +35,18 @@ def test_default_flags():
     run = gpu_cases.run_program("--repeat", "20")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == _plain_hash()
+
+
+def test_from_the_compilation_cache(tmp_path):
+    """XLA instantiates no call of an executable that it reads from there."""
+    cache = dict(JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_LOG_COMPILES="1")
+    cache |= dict(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    cold, warm = (gpu_cases.run_program(**cache) for _ in range(2))
+    for run in (cold, warm):
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.strip() == _plain_hash()
+    hit = "Persistent compilation cache hit for 'jit__program'"
+    assert (hit in cold.stderr, hit in warm.stderr) == (False, True)
 
 
 def _find_sanitizer() -> str | None:
