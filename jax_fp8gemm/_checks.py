@@ -70,9 +70,14 @@ def as_array(x: Any) -> Any:
 
 
 def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
-    """TypeError unless `x` is an array: JAX's, a tracer or NumPy's."""
+    """TypeError unless `x` is an array: JAX's, a tracer or NumPy's. ValueError in host memory."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}{_then(hint)}")
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
+        raise ValueError(
+            f"{op}: {name} must be in device memory; got {short_type(x)} in host memory. Bring it "
+            "back with jax.device_put(..., jax.memory.Space.Device)."
+        )
 
 
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:

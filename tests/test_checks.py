@@ -158,3 +158,13 @@ def test_numpy_scalars_are_arrays():
 def test_an_accumulator_that_is_no_array():
     with raises(TypeError, match="scaled_matmul: accumulate_into must be an array; got float"):
         fp8.scaled_matmul(QUANTISED, TRANSPOSED, out_dtype=jnp.float32, accumulate_into=1.0)
+
+
+@pytest.mark.parametrize("op, args", OPS.values(), ids=OPS.keys())
+def test_offloaded_operands_must_come_back_first(op, args):
+    on_host = jax.device_put(args, jax.memory.Space.Host)
+    for run in (op, jax.jit(op)):
+        with raises(ValueError, match=r"must be in device memory; got .* in host memory\. Bring"):
+            run(*on_host)
+    back = op(*jax.device_put(on_host, jax.memory.Space.Device))
+    jax.tree.map(np.testing.assert_array_equal, back, op(*args))
