@@ -188,10 +188,9 @@ def run_program(
     **environment: str,
 ) -> subprocess.CompletedProcess:
     """Runs tests/<program> in a process of its own, beside this one on the GPU."""
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment}
     return subprocess.run(
         [*prefix, sys.executable, str(HERE / program), *arguments],
-        env=os.environ | variables,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=timeout,
