@@ -117,6 +117,7 @@ class _Rules:
 
     def lower_arrays(self, run, ctx, *operands, **params):
         assert self.partition_rule is not None
+        _check_partitioner(self.op, ctx)
         rule = self.partition_rule(*ctx.avals_in, **params)
         local = self.run_shard and partial(self.run_shard, run, **params)
         function = partitioned(partial(run, **params), rule, local)
@@ -176,6 +177,17 @@ def _like(aval, out: jax.ShapeDtypeStruct):
 
 def _platforms(ctx) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
+
+
+def _check_partitioner(op: str, ctx) -> None:
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if num_devices > 1 and not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        # NOTE: with JAX 0.10.2 GSPMD would abort the process: it asks for rules that are not there.
+        raise NotImplementedError(
+            f"{op}: jit over {num_devices} devices must partition by Shardy; got "
+            "jax_use_shardy_partitioner=False. Leave it at its default, or call this in a "
+            "jax.shard_map."
+        )
 
 
 def _has_gpu() -> bool:

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import reference
+from errors import raises
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
@@ -81,4 +82,22 @@ def test_a_mesh_of_auto_and_explicit_axes():
     compiled, out = compile_and_run(exact_matmul, *place(on, operands, (P("x"), P(None, "y"))))
     assert collectives(compiled) == []
     assert out.sharding.is_equivalent_to(NamedSharding(on, P("x", "y")), 2)
+    reference.assert_same_bits(out, product(*operands))
+
+
+@both_axis_types
+def test_without_shardy(axis_type):
+    """GSPMD is refused: with it JAX 0.10.2 aborts the process. shard_map needs no partitioner."""
+    on = on_mesh(axis_type)
+    operands = place(on, (exact(M, K), exact(K, N, seed=1)), (P("x"), P()))
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        message = "quantize: jit over 8 devices must partition by Shardy; got .*=False. Leave it"
+        for run in (exact_matmul, jax.jit(exact_matmul)):
+            with raises(NotImplementedError, match=message):
+                run(*operands)
+        on_shards = jax.shard_map(exact_matmul, mesh=on, in_specs=(P("x"), P()), out_specs=P("x"))
+        out = jax.jit(on_shards)(*operands)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
     reference.assert_same_bits(out, product(*operands))
