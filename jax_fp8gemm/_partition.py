@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax._src import config
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -99,6 +100,7 @@ def partitioned(
     num_operands = len(rule.operands)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        _leave_out_source_lines()
         operands, copies = operands[:num_operands], operands[num_operands:]
         if mesh.empty:  # shardings that no mesh describes
             devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
@@ -133,6 +135,17 @@ def partitioned(
     function.def_partition(partition, sharding_rule=partial(_sharding_rule, rule))
     num_copies = sum(len(sources) for sources in rule.following.values())
     return lambda *operands: function(*operands, *operands[:1] * num_copies)
+
+
+def _leave_out_source_lines() -> None:
+    """Keeps the lines of Python out of the program of a shard, with JAX before 0.11.
+
+    NOTE: XLA takes that program's numbers of stack frames for those of the program around it, and
+    there may follow them in a circle, for ever, where it inlines a loop. It partitions in threads
+    of its own, so the setting is nobody else's.
+    """
+    if jax.__version_info__ < (0, 11):
+        config.traceback_in_locations_limit.set_local(0)
 
 
 def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:

@@ -1,6 +1,9 @@
 """Products on a mesh under vmap, scan and remat, called eagerly, and on a mesh of mixed axes."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,7 @@ from test_partition import (
     place,
     product,
 )
+from xla_options import QUICK_FLAGS
 
 from jax_fp8gemm import dot_general
 
@@ -101,3 +105,25 @@ def test_without_shardy(axis_type):
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
     reference.assert_same_bits(out, product(*operands))
+
+
+_PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_fp8gemm import matmul
+on = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+put = lambda x, *spec: jax.device_put(x, NamedSharding(on, P(*spec)))
+lhs = put(jnp.ones((8, 64, 1040)), None, ("x", "y"))
+rhs = put(jnp.ones((8, 1040, 256)), ("y", "x"))
+jax.jit(jax.grad(lambda x, y: matmul(x, y).sum(), (0, 1))).lower(lhs, rhs).compile()
+print(jax.config.jax_traceback_in_locations_limit)
+"""
+
+
+def test_a_program_with_source_lines_compiles():
+    """With JAX 0.10.2 it did not end; what helps there leaves the caller's setting alone."""
+    flags = " ".join(["--xla_force_host_platform_device_count=8", *QUICK_FLAGS])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (run.returncode, run.stdout.strip()) == (0, "100"), run.stderr
