@@ -30,7 +30,7 @@ scaled_matmul = functools.partial(jf.scaled_matmul, **HOW)
 
 
 def distinct_rows(m: int, k: int) -> jax.Array:
-    """bf16 rows (m, k), of which no two blocks of TAIL are alike."""
+    """bf16 rows (m, k), of which blocks of TAIL that lie far apart differ."""
     block = jax.random.normal(jax.random.key(m), (TAIL, k), jnp.bfloat16)
     factors = jnp.linspace(0.5, 2.0, -(-m // TAIL)).astype(jnp.bfloat16)
     return (block * factors[:, None, None]).reshape(-1, k)[:m]
