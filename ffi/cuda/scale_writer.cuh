@@ -27,48 +27,65 @@ struct ScaleWriter {
   // ahead, the kernel was 15-20 % slower: such loads queue behind the operands of several stages on
   // their way from the L2.
   __device__ __forceinline__ void run() {
-    const int lane = thread_index() % 32;
-    const int num_k_blocks = ceil_div(params.k, 128);
-    const bool is_rest_left = has_rest(params.lhs_rows, num_k_blocks);
     Scheduler scheduler(params, shared);
-    ColumnScales block_scales;
+    ColumnScales scales;
     Ring ring;
-    if constexpr (!Config::kIs1d1d) prefetch_tile(block_scales, scheduler, scheduler.tile);
+    if constexpr (!Config::kIs1d1d) prefetch_tile(scales, scheduler, scheduler.tile);
     for (int next; scheduler.tile < scheduler.count(); scheduler.tile = next) {
       const Work work = scheduler.locate(scheduler.tile);
-      next = scheduler.hand_out();
-#pragma unroll 1
-      for (int k_block = 0; k_block < work.num_k_blocks; ++k_block) {
-        if (!Config::kIs1d1d && k_block % 32 == 0) {
-          block_scales.advance();
-          if (k_block + 32 < work.num_k_blocks) {
-            prefetch_chunk(block_scales, work, k_block + 32);
-          } else {
-            prefetch_tile(block_scales, scheduler, next);
-          }
+      int k_block = 0;
+      if constexpr (Config::kIs1d1d) {
+        next = scheduler.hand_out(scheduler.take());
+      } else {
+        // A chunk of scales is loaded under the one before, the next tile's first under the last.
+        for (; k_block + kChunk < work.num_k_blocks; k_block += kChunk) {
+          scales.advance();
+          prefetch_chunk(scales, work, k_block + kChunk);
+          write(work, k_block, k_block + kChunk, scales, ring);
         }
-        mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-        // Up to 3 scales are left, of as many k-blocks if there is one row.
-        if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
-          RowScales<Config::kBlockM>(params.lhs_rows, ceil_div(params.k, 128), work.lhs_row,
-                                     work.first_k_block + k_block)
-              .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, lane);
-          __syncwarp();
-        }
-        if (lane == k_block % 32) {
-          if constexpr (!Config::kIs1d1d) {
-#pragma unroll
-            for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
-              shared.rhs_scale[ring.stage][i] = block_scales.chunk[i];
-          }
-          mbarrier_arrive(&shared.full[ring.stage]);
-        }
-        ring.advance();
+        scales.advance();
+        const int taken = scheduler.take();
+        const int hand_out_at = max(k_block, work.num_k_blocks - Scheduler::kHandOutAhead);
+        write(work, k_block, hand_out_at, scales, ring);
+        k_block = hand_out_at;
+        next = scheduler.hand_out(taken);
+        prefetch_tile(scales, scheduler, next);
       }
+      write(work, k_block, work.num_k_blocks, scales, ring);
     }
   }
 
  private:
+  static constexpr int kChunk = 32;  // k-blocks whose scales the lanes hold, see BlockScales
+
+  // Stores the scales of k-blocks first .. end-1 of a tile, in 1d2d all in one chunk.
+  __device__ __forceinline__ void write(const Work& work, int first, int end,
+                                        const ColumnScales& scales, Ring& ring) const {
+    const int lane = thread_index() % 32;
+    const int num_k_blocks = ceil_div(params.k, 128);
+    const bool is_rest_left = has_rest(params.lhs_rows, num_k_blocks);
+#pragma unroll 1
+    for (int k_block = first; k_block < end; ++k_block) {
+      mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      // Up to 3 scales are left, of as many k-blocks if there is one row.
+      if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
+        RowScales<Config::kBlockM>(params.lhs_rows, num_k_blocks, work.lhs_row,
+                                   work.first_k_block + k_block)
+            .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, lane);
+        __syncwarp();
+      }
+      if (lane == k_block % kChunk) {
+        if constexpr (!Config::kIs1d1d) {
+#pragma unroll
+          for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
+            shared.rhs_scale[ring.stage][i] = scales.chunk[i];
+        }
+        mbarrier_arrive(&shared.full[ring.stage]);
+      }
+      ring.advance();
+    }
+  }
+
   // Starts loading the block scales of k-blocks k_block .. k_block + 31 of a tile.
   __device__ __forceinline__ void prefetch_chunk(ColumnScales& scales, const Work& work,
                                                  int k_block) {

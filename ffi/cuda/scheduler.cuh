@@ -31,18 +31,19 @@ __device__ __forceinline__ void locate_in_raster(int unit, int num_units_m, int 
 // How the roles walk the tiles, of which the CTA's next is `tile` as long as that is below count():
 //   a warp      for (; scheduler.has_tile(scheduler.count()); scheduler.next(lane))
 //   a lane      for (; scheduler.tile < scheduler.count(); scheduler.next())
-//   producer warp 1, for all of them: next = scheduler.hand_out() once in every tile, then
+//   producer warp 1, for all of them: in every tile taken = scheduler.take(), next =
+//               scheduler.hand_out(taken) when kHandOutAhead k-blocks are left, then
 //               scheduler.tile = next
 
 // Tiles dealt out in turns.
 template <typename Config>
 struct StaticWalk {
+  static constexpr int kHandOutAhead = 32;  // as early as scales are loaded
   int tile = blockIdx.x / Config::kClusterSize;
 
-  __device__ __forceinline__ int hand_out() const {
-    return tile + gridDim.x / Config::kClusterSize;
-  }
-  __device__ __forceinline__ void next(int = 0) { tile = hand_out(); }
+  __device__ __forceinline__ int take() const { return tile + gridDim.x / Config::kClusterSize; }
+  __device__ __forceinline__ int hand_out(int taken) const { return taken; }
+  __device__ __forceinline__ void next(int = 0) { tile = take(); }
 
   // NOTE: by what the loop counts. Otherwise ptxas no longer sees that warps stay together, and
   // keeps the position in the ring per lane.
@@ -51,8 +52,10 @@ struct StaticWalk {
   }
 };
 
-// Tiles handed out one by one.
+// Tiles handed out one by one: late, to whom is done first, and when the counter has answered, but
+// early enough for the tile's first scales to arrive.
 struct DynamicWalk {
+  static constexpr int kHandOutAhead = 5;
   int tile = blockIdx.x;
   int step = 0;
   TileQueueCursor queue;
@@ -113,7 +116,8 @@ struct RaggedScheduler : DynamicWalk {
   __device__ __forceinline__ RaggedScheduler(const GemmParams& params, SharedStorage& shared)
       : DynamicWalk(shared.queue), params(params), table(shared.groups) {}
 
-  __device__ __forceinline__ int hand_out() { return queue.hand_out(params.next_tile); }
+  __device__ __forceinline__ int take() const { return TileQueueCursor::take(params.next_tile); }
+  __device__ __forceinline__ int hand_out(int taken) { return queue.hand_out(taken); }
   __device__ __forceinline__ int count() const {
     return table.num_row_blocks * ceil_div(params.n, Config::kBlockN);
   }

@@ -28,11 +28,16 @@ struct TileQueueCursor {
   TileQueue& queue;
   RingCursor<TileQueue::kNumSlots> slot;
 
-  // Takes the next tile for this CTA, whose first was blockIdx.x, by a warp.
-  __device__ __forceinline__ int hand_out(int* counter) {
+  // Takes the next tile for this CTA, whose first was blockIdx.x, by a warp; its first lane gets
+  // it.
+  __device__ __forceinline__ static int take(int* counter) {
+    return threadIdx.x % 32 == 0 ? int(gridDim.x) + atomicAdd(counter, 1) : 0;
+  }
+
+  // Hands out what the first lane took, by a warp.
+  __device__ __forceinline__ int hand_out(int taken) {
     const int lane = threadIdx.x % 32;
-    int tile = lane == 0 ? int(gridDim.x) + atomicAdd(counter, 1) : 0;
-    tile = __shfl_sync(0xffffffff, tile, 0);
+    const int tile = __shfl_sync(0xffffffff, taken, 0);
     mbarrier_wait(&queue.empty[slot.stage], slot.phase ^ 1);
     if (lane == 0) {
       queue.tile[slot.stage] = tile;
