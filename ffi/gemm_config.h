@@ -47,6 +47,9 @@ struct ConfigFields<GemmConfig> {
 // A slab stages 64 rows of 128 bytes of out.
 constexpr int64_t kSlabRows = 64, kSlabRowBytes = 128, kSlabBytes = kSlabRows * kSlabRowBytes;
 
+// Rows of lhs that the last tile of a group loads at a time.
+constexpr int64_t kPartRows = 32;
+
 // The symbol of the kernel; carries every field but num_sms.
 std::string GemmKernelName(const GemmConfig& config);
 

@@ -54,6 +54,11 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   FFI_ASSIGN_OR_RETURN(params.rhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
                                          kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
+  if (config.grouping == 1) {
+    FFI_ASSIGN_OR_RETURN(params.lhs_part,
+                         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
+                                           kScaleBlock, kPartRows, kSwizzle));
+  }
   if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.
     const uint32_t num_row_scales = config.block_m + (config.grouping == 1 ? 4 : 0);

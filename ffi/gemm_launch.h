@@ -15,7 +15,7 @@ namespace jax_fp8gemm {
 
 // Mirrors GemmParams in cuda/tile.cuh.
 struct GemmParams {
-  CUtensorMap lhs, rhs, lhs_scale_map, rhs_scale_map, out_map;
+  CUtensorMap lhs, rhs, lhs_part, lhs_scale_map, rhs_scale_map, out_map;
   const void* lhs_scale;
   const void* rhs_scale;
   const void* accum;
@@ -29,10 +29,10 @@ struct GemmParams {
   const int32_t* first_row;
   int32_t* next_tile;  // groups of rows: to be 0
 };
-static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 768);
-static_assert(offsetof(GemmParams, out_map) == 512 && offsetof(GemmParams, lhs_scale) == 640);
-static_assert(offsetof(GemmParams, out) == 664 && offsetof(GemmParams, m) == 672);
-static_assert(offsetof(GemmParams, raster) == 688 && offsetof(GemmParams, next_tile) == 720);
+static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);
+static_assert(offsetof(GemmParams, out_map) == 640 && offsetof(GemmParams, lhs_scale) == 768);
+static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800);
+static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848);
 
 // Compiles the kernel of a config, unless memory or the disk cache has it.
 ffi::Error InstantiateGemm(const GemmConfig& config);

@@ -32,6 +32,8 @@ struct BulkLoader {
         load_k_blocks<kIsAligned>(work, 0, late, rank, ring);
         prefetch_out(work);
         load_k_blocks<kIsAligned>(work, late, work.num_k_blocks, rank, ring);
+      } else if (Config::kGrouping == kGroupedRows && count_parts(work) < kNumParts) {
+        load_k_blocks<kIsAligned, true>(work, 0, work.num_k_blocks, rank, ring);
       } else {
         load_k_blocks<kIsAligned>(work, 0, work.num_k_blocks, rank, ring);
       }
@@ -43,10 +45,21 @@ struct BulkLoader {
   // enough to stay.
   static constexpr int kPrefetchAhead = 8;
 
-  // Loads k-blocks first .. end-1 of a tile.
-  template <bool kIsAligned>
+  // Parts of a tile's lhs, and those of them that a group's rows reach.
+  static constexpr int kPartBytes = Tile::kPartRows * Tile::kScaleBlock;
+  static constexpr int kNumParts = Config::kBlockM / Tile::kPartRows;
+  __device__ __forceinline__ static int count_parts(const Work& work) {
+    return ceil_div(work.row_end - work.row, Tile::kPartRows);
+  }
+
+  // Loads k-blocks first .. end-1 of a tile. kInParts: of lhs only the parts with rows of the
+  // group. What an earlier tile left behind them reaches only rows of the result that are not
+  // stored.
+  template <bool kIsAligned, bool kInParts = false>
   __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
                                                 Ring& ring) const {
+    const int num_parts = count_parts(work);
+    const uint32_t lhs_bytes = kInParts ? num_parts * kPartBytes : Tile::kLhsBytes;
 #pragma unroll 1
     for (int j = first; j < end; ++j) {
       const int k_block = work.first_k_block + j;
@@ -60,9 +73,17 @@ struct BulkLoader {
       uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
       if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
       mbarrier_arrive_expect_tx(
-          full, Tile::kLhsBytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
-      load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
-                                                       k_block, work.lhs_row, rank);
+          full, lhs_bytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
+      if constexpr (kInParts) {
+#pragma unroll 1
+        for (int part = 0; part < num_parts; ++part) {
+          tma_load_2d(&params.lhs_part, full, shared.lhs[ring.stage] + part * kPartBytes,
+                      k_block * Tile::kScaleBlock, work.lhs_row + part * Tile::kPartRows);
+        }
+      } else {
+        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
+                                                         k_block, work.lhs_row, rank);
+      }
       load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
                                                        k_block, work.rhs_row, rank);
       if constexpr (kIsAligned) {

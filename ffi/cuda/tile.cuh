@@ -11,6 +11,7 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in gemm_launch.h.
 struct GemmParams {
   TensorMap lhs, rhs;
+  TensorMap lhs_part;       // groups of rows: boxes of kPartRows
   TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
   TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
@@ -58,6 +59,7 @@ struct Tile {
       (Config::kNumAccums == 1 || (kGroup == 1 && Config::kSubN == Config::kBlockN)) &&
       kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs + kSubRegs / 2 <= 216;
   static constexpr int kBatches = kGroup * kSubs;
+  static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
   // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
