@@ -13,6 +13,7 @@ struct ScaleWriter {
   using Tile = jax_fp8gemm::Tile<Config>;
   using Ring = RingCursor<Config::kNumStages>;
   using ColumnScales = BlockScales<Tile::kNumColumnBlocks>;
+  static constexpr int kChunk = ColumnScales::kChunk;
 
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
@@ -56,8 +57,6 @@ struct ScaleWriter {
   }
 
  private:
-  static constexpr int kChunk = 32;  // k-blocks whose scales the lanes hold, see BlockScales
-
   // Stores the scales of k-blocks first .. end-1 of a tile, in 1d2d all in one chunk.
   __device__ __forceinline__ void write(const Work& work, int first, int end,
                                         const ColumnScales& scales, Ring& ring) const {

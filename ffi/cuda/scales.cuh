@@ -52,17 +52,18 @@ __device__ __forceinline__ uint32_t row_scale_shift(int num_rows, int row, int k
 }
 
 // The 1d2d scales of a tile's kNumBlocks column blocks, one per block and k-block, in one warp:
-// lane l holds those of k-block 32c + l of the current chunk c; the next chunk, or the next tile's
-// first, is loaded a chunk ahead.
+// lane l holds those of k-block kChunk c + l of the current chunk c; the next chunk, or the next
+// tile's first, is loaded a chunk ahead.
 template <int kNumBlocks>
 struct BlockScales {
+  static constexpr int kChunk = 32;
   float chunk[kNumBlocks], next_chunk[kNumBlocks];
 
   // scales: rows of num_k_blocks; `row` is that of the tile's first column block, `column` its
   // first column of n.
   __device__ __forceinline__ void prefetch(const float* scales, int n, int num_k_blocks, int row,
                                            int column, int first_k_block) {
-    const int k_block = first_k_block + threadIdx.x % 32;
+    const int k_block = first_k_block + threadIdx.x % kChunk;
 #pragma unroll
     for (int i = 0; i < kNumBlocks; ++i) {
       const bool is_inside = k_block < num_k_blocks && (column / 128 + i) * 128 < n;
