@@ -85,7 +85,7 @@ struct ScaleWriter {
     }
   }
 
-  // Starts loading the block scales of k-blocks k_block .. k_block + 31 of a tile.
+  // Starts loading the block scales of a tile's next kChunk k-blocks from k_block on.
   __device__ __forceinline__ void prefetch_chunk(ColumnScales& scales, const Work& work,
                                                  int k_block) {
     scales.prefetch(params.rhs_scale, params.n, ceil_div(params.k, 128), work.rhs_scale_row,
