@@ -138,7 +138,9 @@ class _Rules:
         run = self.reference if implementation == "xla" or reason is not None else self.kernel
         return lower(run, ctx, *operands, **params)
 
-    def dce(self, used, eqn):
+    # From jax 0.12 on, the equation comes after which operands are live: that is for Refs alone.
+    def dce(self, used, *live_and_eqn):
+        eqn = live_and_eqn[-1]
         if not any(used):
             return [False] * len(eqn.invars), None
         if self.dce_rule is not None:

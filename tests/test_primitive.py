@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from errors import on_cpu, raises, raises_without_kernel
+from jax.interpreters import partial_eval
 
 from jax_fp8gemm import (
     EXPORT_CHECKS,
@@ -176,6 +177,17 @@ def test_export_for_cuda_of_all_kernels():
     text = exported.mlir_module()
     for target in (_ffi.GROUPED_WGRAD_TARGET, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET):
         assert target in text
+
+
+@pytest.mark.parametrize("live", [(), ([True] * 4,)], ids=["jax 0.11", "jax 0.12"])
+def test_unused_products_are_dropped_however_jax_asks(live):
+    lhs, rhs = quantize(jnp.ones((M, K))), quantize(jnp.ones((N, K)), block=(128, 128))
+    function = functools.partial(scaled_matmul, implementation="xla")
+    equations = jax.make_jaxpr(function)(lhs, rhs).jaxpr.eqns
+    (gemm,) = (e for e in equations if "gemm" in e.primitive.name)
+    rule = partial_eval.dce_rules[gemm.primitive]
+    assert rule([False], *live, gemm) == ([False] * 4, None)
+    assert rule([True], *live, gemm) == ([True] * 4, gemm)
 
 
 @on_cpu
