@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,21 +13,16 @@ from jax import lax
 from jax_fp8gemm._exchange import NAMES, AxisName, Exchange, Name, make_exchange
 from jax_fp8gemm._expert_mesh import MeshLayout, expert_mlp_on_mesh
 from jax_fp8gemm._expert_mlp import ExpertSpec, expert_mlp
+from jax_fp8gemm._layer_options import LayerOptions
 from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import make_specs
-from jax_fp8gemm._quantize import Implementation
-from jax_fp8gemm._recipe import Recipe
 from jax_fp8gemm._unquantised_exchange import unquantised_exchange
 from jax_fp8gemm._weights import without_gradient
 
 _HEADROOM = 1.25  # rows of a turn over those that evenly spread choices make
 _ROW_UNIT = 128
 _MIN_ROWS = 4096  # of a turn, where there are as many
-
-# (x, indices, weights, w_gate_up, w_down) -> out, on one device
-Layer = Callable[..., jax.Array]
-# (choices of a device, num_experts) -> how many of them an expert takes at most; None: all
-Capacity = Callable[[int, int], int | None]
 
 
 def axis_names(op: str, expert_axis: Any, exchange: Any) -> tuple[str, ...]:
@@ -104,23 +98,19 @@ def _mesh_of(op: str, arrays: list[Any], mesh: Any) -> Any:
 
 def expert_parallel(
     op: str,
-    layer: Layer,
-    operands: tuple[Any, ...],
-    *,
+    options: LayerOptions,
     names: tuple[str, ...],
     exchange: Name | None,
-    capacity: Capacity,
-    recipe: Recipe,
-    implementation: Implementation,
+    operands: tuple[Any, ...],
 ) -> jax.Array:
     """The layer on one device's tokens and experts, in a shard_map over the axes `names`.
 
-    Args:
-      layer: of the experts of one device on whatever tokens, where the tokens do not travel as FP8;
-        takes max_rows, of all its experts together.
-      operands: x (t, d); indices, weights (t, top_k); w_gate_up, w_down.
+    operands: x (t, d), router, w_gate_up, w_down.
     """
-    x, indices, weights, w_gate_up, w_down = operands
+    x, router, w_gate_up, w_down = operands
+    experts = w_gate_up.shape[0]
+    num_experts = experts * lax.axis_size(names)
+    indices, weights = options.choose(op, router, num_experts)
     if x.size == 0:
         return jnp.zeros_like(x)
     axis = names[0] if len(names) == 1 else names
@@ -129,48 +119,52 @@ def expert_parallel(
     # The tokens of a device differ, whether or not the operands do: as the device's number.
     me = lax.axis_index(axis)
     operands = match_varying(x, weights, w_gate_up, w_down, indices, me)[:-1]
-    experts = w_gate_up.shape[0]
     sizes: dict[str, Any] = dict(
         size=lax.axis_size(axis), tokens=x.shape[0], top_k=indices.shape[1]
     )
-    most = capacity(indices.size, sizes["size"] * experts)
-    if recipe.is_fused:
-        how: dict[str, Any] = dict(exchange=exchange, capacity=most, recipe=recipe)
-        how |= dict(implementation=implementation, experts=experts) | sizes
-        return expert_mlp(expert_spec(op, x, w_gate_up, w_down, axis, **how), *operands)
+    most = options.capacity(indices.size, num_experts)
+    if options.recipe.is_fused:
+        how: dict[str, Any] = dict(exchange=exchange, capacity=most, experts=experts) | sizes
+        return expert_mlp(expert_spec(op, options, x, w_gate_up, w_down, axis, **how), *operands)
     # Derivatives pass through the exchange here, and it through one turn only.
     max_slots = x.shape[0] if most is None else experts * most
     sender = make_exchange(exchange, axis, **sizes, max_slots=max_slots)
     max_rows = None if most is None else sizes["size"] * experts * most
-    return unquantised_exchange(sender, partial(layer, max_rows=max_rows), *operands)
+    layer = partial(local_layer, options, max_rows=max_rows)
+    return unquantised_exchange(sender, layer, *operands)
 
 
+# NOTE: jitted for calls outside jit, where a shard_map is compiled anew with each new function that
+# it maps. What is jitted is found by what is static about it. Not inlined: jax 0.10 would then run
+# the derivative op by op.
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def expert_parallel_on_mesh(
     op: str,
+    options: LayerOptions,
     layout: MeshLayout,
-    choose: Callable[[Any, int], tuple[jax.Array, jax.Array]],
-    operands: tuple[Any, ...],
-    *,
     exchange: Name | None,
-    capacity: Capacity,
-    recipe: Recipe,
-    implementation: Implementation,
+    operands: tuple[Any, ...],
 ) -> jax.Array:
-    """The layer on all tokens and experts, where the tokens travel as FP8.
+    """The layer on all tokens and experts.
 
-    choose: (router of a device's tokens, num_experts) -> indices, weights.
+    operands: x (m, d), router, w_gate_up, w_down.
     """
+    names = layout.expert_axes
+    if not options.recipe.is_fused:
+        specs = layout.tokens, layout.tokens, layout.experts, layout.experts
+        on_device = lambda *parts: expert_parallel(op, options, names, exchange, parts)
+        return layout.map(on_device, specs, layout.tokens)(*operands)
     x, router, w_gate_up, w_down = operands
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
     num_experts = w_gate_up.shape[0]
-    run = layout.map(lambda y: choose(y, num_experts), (layout.tokens,), layout.tokens)
-    indices, weights = run(router)
+    choose = lambda y: options.choose(op, y, num_experts)
+    indices, weights = layout.map(choose, (layout.tokens,), layout.tokens)(router)
     if x.size == 0:
         return x
-    names = layout.expert_axes
     spec = expert_spec(
         op,
+        options,
         x,
         w_gate_up,
         w_down,
@@ -180,15 +174,14 @@ def expert_parallel_on_mesh(
         top_k=indices.shape[1],
         experts=num_experts // layout.num_expert_devices,
         exchange=exchange,
-        capacity=capacity(indices.size // layout.num_devices, num_experts),
-        recipe=recipe,
-        implementation=implementation,
+        capacity=options.capacity(indices.size // layout.num_devices, num_experts),
     )
     return expert_mlp_on_mesh(spec, layout, x, weights, w_gate_up, w_down, indices)
 
 
 def expert_spec(
     op: str,
+    options: LayerOptions,
     x: Any,
     w_gate_up: Any,
     w_down: Any,
@@ -200,13 +193,12 @@ def expert_spec(
     experts: int,
     exchange: Name | None,
     capacity: int | None,
-    recipe: Recipe,
-    implementation: Implementation,
 ) -> ExpertSpec:
     """What is static about the layer: sizes are those of a device, x and weights of any extent."""
     max_slots = None if capacity is None else experts * capacity
     how = make_exchange(exchange, axis, size, tokens, top_k, max_slots)
-    into, down = make_specs(op, x, w_gate_up, w_down, experts, recipe, implementation)
+    products = w_gate_up, w_down, experts, options.recipe, options.implementation
+    into, down = make_specs(op, x, *products)
     return ExpertSpec(into, down, how, experts, *_rows(how, experts, capacity))
 
 

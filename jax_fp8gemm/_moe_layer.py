@@ -24,24 +24,22 @@ from jax_fp8gemm._experts import (
 )
 from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._gather_quantize import gather_quantize
+from jax_fp8gemm._layer_options import LayerOptions
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
 from jax_fp8gemm._mesh_axes import match_varying, replicate
 from jax_fp8gemm._moe_mlp import make_specs, moe_mlp
 from jax_fp8gemm._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
-from jax_fp8gemm._quantize import Implementation
-from jax_fp8gemm._recipe import Recipe
 from jax_fp8gemm._weights import without_gradient
 
 
 def local_layer(
+    options: LayerOptions,
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
     w_gate_up: Any,
     w_down: Any,
     *,
-    recipe: Recipe,
-    implementation: Implementation,
     max_rows: int | None = None,
 ) -> jax.Array:
     """unpermute(moe_mlp(permute(x, indices)), weights), x (m, d), for operands that are checked.
@@ -50,6 +48,7 @@ def local_layer(
     """
     op = "moe_layer"
     num_experts = w_gate_up.shape[0]
+    recipe, implementation = options.recipe, options.implementation
     specs = make_specs(op, x, w_gate_up, w_down, num_experts, recipe, implementation)
     if not recipe.is_fused:
         rows, group_sizes, order = permute(x, indices, num_experts)

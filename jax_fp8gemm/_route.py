@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import operator
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +45,12 @@ def route(
     _checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
     _checks.check_static(op, top_k=top_k)
     _checks.check_bool(op, normalize=normalize)
-    num_experts = logits.shape[1]
-    if not hasattr(top_k, "__index__") or top_k not in range(1, num_experts + 1):
-        raise ValueError(
-            f"{op}: top_k must be 1..num_experts; got {top_k}, logits {_checks.short_type(logits)}"
-        )
-    if scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"{op}: scoring must be 'softmax' or 'sigmoid'; got {scoring!r}")
+    top_k = as_top_k(op, top_k, logits)
+    check_scoring(op, scoring)
     logits = replicate(jnp.asarray(logits)).astype(jnp.float32)
     _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
     # Not a gather, whose transpose is a scatter-add.
-    is_chosen = indices[:, :, None] == jnp.arange(num_experts, dtype=indices.dtype)[None, None]
+    is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]
     chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
     if scoring == "sigmoid":
         # By logarithms: sigmoids of a token may all underflow, and still have a ratio.
@@ -66,3 +62,18 @@ def route(
     else:
         weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True))
     return indices, weights
+
+
+def as_top_k(op: str, top_k: Any, logits: Any) -> int:
+    """`top_k` as an int; ValueError unless it is 1..num_experts, of logits (m, num_experts)."""
+    if not hasattr(top_k, "__index__") or top_k not in range(1, logits.shape[1] + 1):
+        raise ValueError(
+            f"{op}: top_k must be 1..num_experts; got {top_k}, logits {_checks.short_type(logits)}"
+        )
+    return operator.index(top_k)
+
+
+def check_scoring(op: str, scoring: Any) -> None:
+    """ValueError unless `scoring` names one."""
+    if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"{op}: scoring must be 'softmax' or 'sigmoid'; got {scoring!r}")

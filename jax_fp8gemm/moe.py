@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import AxisName, Name
 from jax_fp8gemm._expert_parallel import (
-    Capacity,
     axis_names,
     expert_parallel,
     expert_parallel_on_mesh,
@@ -26,17 +24,17 @@ from jax_fp8gemm._expert_parallel import (
     lay_out,
 )
 from jax_fp8gemm._groups import as_int32
+from jax_fp8gemm._layer_options import LayerOptions
 from jax_fp8gemm._matmul_spec import check_recipe
 from jax_fp8gemm._mesh_axes import replicate
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
-from jax_fp8gemm._permute import limit
 from jax_fp8gemm._permute import permute as permute
 from jax_fp8gemm._permute import unpermute as unpermute
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._route import Scoring
+from jax_fp8gemm._route import Scoring, as_top_k, check_scoring
 from jax_fp8gemm._route import route as route
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 
@@ -76,8 +74,7 @@ def moe_layer(
       expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
         device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
         its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
-        (the leading dimensions of x, as one) cut along all of them; under jax.jit, or each call
-        compiles it anew.
+        (the leading dimensions of x, as one) cut along all of them.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
         "ragged_all_to_all" (docs/scaling.md), all to the same bits while "all_to_all" needs no
         further turn, or None: the one that takes least time by the sizes. With expert_axis only.
@@ -104,43 +101,21 @@ def moe_layer(
     tokens = _fold(op, "x", x, x)
     check_experts(op, tokens, w_gate_up, w_down)
     router = _fold_router(op, router, x, top_k)
-    operands = tokens, router, w_gate_up, w_down
-    local = partial(local_layer, recipe=recipe, implementation=implementation)
-    capacity = partial(_capacity, capacity_factor)
-    choose = partial(_choose, op, top_k, scoring, normalize, capacity)
+    top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
+    options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
     if expert_axis is None:
-        indices, weights = choose(router, w_gate_up.shape[0])
-        return local(tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
+        indices, weights = options.choose(op, router, w_gate_up.shape[0])
+        return local_layer(options, tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
+    operands = tokens, router, w_gate_up, w_down
     names = axis_names(op, expert_axis, exchange)
-    how = dict(exchange=exchange, capacity=capacity, recipe=recipe, implementation=implementation)
-    return _unfold(_spread(op, local, choose, operands, names, mesh, how), x)
-
-
-def _spread(
-    op: str, local: Any, choose: Any, operands: Any, names: Any, mesh: Any, how: dict[str, Any]
-) -> jax.Array:
-    """The layer with its experts along the mesh axes `names`.
-
-    how: exchange, capacity, recipe, implementation.
-    """
-
-    def on_device(tokens, router, w_gate_up, w_down):
-        num_experts = w_gate_up.shape[0] * jax.lax.axis_size(names)
-        indices, weights = choose(router, num_experts)
-        parts = tokens, indices, weights, w_gate_up, w_down
-        return expert_parallel(op, local, parts, names=names, **how)
-
-    if is_manual(names):
-        if mesh is not None:
-            raise ValueError(
-                f"{op}: mesh must be None inside a shard_map over expert_axis; got {mesh!r}"
-            )
-        return on_device(*operands)
-    layout = lay_out(op, operands, names, mesh)
-    if how["recipe"].is_fused:
-        return expert_parallel_on_mesh(op, layout, choose, operands, **how)
-    specs = layout.tokens, layout.tokens, layout.experts, layout.experts
-    return layout.map(on_device, specs, layout.tokens)(*operands)
+    if not is_manual(names):
+        layout = lay_out(op, operands, names, mesh)
+        return _unfold(expert_parallel_on_mesh(op, options, layout, exchange, operands), x)
+    if mesh is not None:
+        raise ValueError(
+            f"{op}: mesh must be None inside a shard_map over expert_axis; got {mesh!r}"
+        )
+    return _unfold(expert_parallel(op, options, names, exchange, operands), x)
 
 
 def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
@@ -151,6 +126,7 @@ def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) 
             f"{op}: scoring and normalize must go with router logits; got scoring {scoring!r}, "
             f"normalize {normalize} with (indices, weights)"
         )
+    check_scoring(op, scoring)
     if capacity_factor is None:
         return
     if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
@@ -200,37 +176,6 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
             f"got {top_k}"
         )
     return indices, weights
-
-
-def _choose(
-    op: str,
-    top_k: Any,
-    scoring: Scoring,
-    normalize: bool,
-    capacity: Capacity,
-    router: Any,
-    num_experts: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Indices and weights (m, top_k), of the choices that the experts take."""
-    if isinstance(router, tuple):
-        indices, weights = router
-    elif router.shape[1] == num_experts:
-        indices, weights = route(router, top_k, scoring=scoring, normalize=normalize)
-    else:
-        raise ValueError(
-            f"{op}: router must have one logit for each of the {num_experts} experts of "
-            f"w_gate_up; got router {_checks.short_type(router)}. In a shard_map over expert_axis, "
-            "w_gate_up holds the experts of one device."
-        )
-    most = capacity(indices.size, num_experts)
-    return indices if most is None else limit(indices, num_experts, most), weights
-
-
-def _capacity(capacity_factor: float | None, num_choices: int, num_experts: int) -> int | None:
-    """How many of these choices an expert takes; None: all."""
-    if capacity_factor in (None, math.inf):
-        return None
-    return math.ceil(min(capacity_factor * num_choices / num_experts, num_choices))
 
 
 def _unfold(out: jax.Array, x: Any) -> jax.Array:

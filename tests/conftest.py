@@ -65,3 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay
+
+
+@pytest.fixture
+def traced_anew():
+    """For tests that change what the layer on a mesh is made of: what they trace does not stay."""
+    from jax_fp8gemm._expert_parallel import expert_parallel_on_mesh
+
+    expert_parallel_on_mesh.clear_cache()
+    yield
+    expert_parallel_on_mesh.clear_cache()

@@ -120,16 +120,43 @@ def test_results_travel_as_fp8_where_the_recipe_says_so():
     reference.assert_same_bits(out, found[0])
 
 
-def test_turns_that_hold_less_than_the_rows_drop_none(monkeypatch):
+def test_turns_that_hold_less_than_the_rows_drop_none(traced_anew, monkeypatch):
     """Of rows, and of tokens that find no slot."""
     expected = program(exchange="all_gather")(*problem(5.0))
     monkeypatch.setattr(_expert_parallel, "_MIN_ROWS", 16)
     monkeypatch.setattr(_expert_parallel, "_ROW_UNIT", 8)
     monkeypatch.setattr(_exchange, "_SLOT_UNIT", 1)
-    found = program.__wrapped__(exchange="all_to_all")(*problem(5.0))
+    in_turns = program.__wrapped__(exchange="all_to_all")
+    assert num_loops(in_turns) > num_loops(program(exchange="all_gather"))
+    found = in_turns(*problem(5.0))
     # f32 sums in another order; the gradients of weights cut the tokens into other blocks.
     assert_close(found[:3], expected[:3], 1e-10)
     assert_close(found[3:], expected[3:], TOLERANCE[DEEPSEEK_V3])
+
+
+def num_loops(program):
+    return program.lower(*problem(5.0)).as_text().count("stablehlo.while")
+
+
+def test_a_call_outside_jit_compiles_once():
+    x, indices, probs, *weights, dout = problem()
+    layer = functools.partial(moe_layer, expert_axis="x", mesh=auto_mesh(4))
+    run = lambda: (
+        layer(x, (indices, probs), *weights),
+        vjp(layer, x, indices, probs, *weights, dout),
+    )
+    out, (differentiated, *gradients) = run()
+    reference.assert_same_bits(differentiated, out)
+    compiled = program()(*problem())
+    jax.tree.map(reference.assert_same_bits, (out, *gradients), compiled)
+    events = []
+    listener = lambda event, _, **__: events.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        jax.tree.map(reference.assert_same_bits, run(), (out, (out, *gradients)))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert not [event for event in events if "compile" in event]
 
 
 def test_rows_hold_an_expert_that_a_token_chooses_twice():

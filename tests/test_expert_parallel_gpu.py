@@ -108,7 +108,7 @@ def test_result_and_gradients_are_those_of_one_gpu(recipe, result_tolerance):
     assert max(gradients) < 5e-3
 
 
-def test_several_turns_of_rows_and_of_tokens(monkeypatch):
+def test_several_turns_of_rows_and_of_tokens(traced_anew, monkeypatch):
     """On tokens most of which choose one expert."""
     expected = program("all_gather")(*spread(5.0))
     monkeypatch.setattr(_exchange, "HEADROOM", 0.25)

@@ -228,6 +228,11 @@ X, LOGITS2, UP, DOWN = jnp.ones((4, 3)), jnp.ones((4, 5)), jnp.ones((5, 3, 8)), 
 TOP = jnp.zeros((4, 2), jnp.int32)
 BAD_LAYERS = [
     ((X, LOGITS2, UP, DOWN), {}, ValueError, "top_k must go with router logits; got None"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=6), ValueError,
+     r"top_k must be 1..num_experts; got 6, logits f32\[4,5\]"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=[2]), ValueError, r"top_k must be 1.* got \[2\]"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=2, scoring=["softmax"]), ValueError,
+     r"scoring must be 'softmax' or 'sigmoid'; got \['softmax'\]"),
     ((X, LOGITS2[:, 1:], UP, DOWN), dict(top_k=2), ValueError,
      r"router must have one logit for each of the 5 experts of w_gate_up; got router f32\[4,4\]"),
     ((X, LOGITS2[1:], UP, DOWN), dict(top_k=2), ValueError,
