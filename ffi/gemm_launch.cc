@@ -37,6 +37,14 @@ int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
   return raster;
 }
 
+// Tiles of the last, incomplete round that the kernel cuts into their consumers' parts.
+int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
+  const bool is_cut = config.is_1d1d && config.grouping == 0 &&
+                      config.cluster_m * config.cluster_n == 1;  // mirrors Tile::kCutsLast
+  const int64_t rest = num_tiles % config.num_sms;
+  return is_cut && rest * config.num_consumers <= config.num_sms ? rest : 0;
+}
+
 // Encodes the maps that the kernel uses of this config and shape; the others stay zero.
 ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
                             const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
@@ -107,10 +115,13 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;
   params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
                                CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
+  const int64_t num_cut = CountCutTiles(config, max_tiles);
+  params.first_part = static_cast<int32_t>(max_tiles - num_cut);
   const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
+  const int64_t num_walked = params.first_part + num_cut * config.num_consumers;
   LaunchDims dims = {};
   dims.grid_x =
-      std::min(config.num_sms / cluster_size, CeilDiv(max_tiles, cluster_size)) * cluster_size;
+      std::min(config.num_sms / cluster_size, CeilDiv(num_walked, cluster_size)) * cluster_size;
   dims.grid_y = 1;
   dims.block_x = (config.num_consumers + 1) * 128;
   dims.dynamic_smem_bytes = smem_bytes;

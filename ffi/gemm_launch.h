@@ -28,11 +28,13 @@ struct GemmParams {
   const int32_t* group_sizes;
   const int32_t* first_row;
   int32_t* next_tile;  // groups of rows: to be 0
+  int32_t first_part;
 };
 static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);
 static_assert(offsetof(GemmParams, out_map) == 640 && offsetof(GemmParams, lhs_scale) == 768);
 static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800);
-static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848);
+static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
+              offsetof(GemmParams, first_part) == 856);
 
 // Compiles the kernel of a config, unless memory or the disk cache has it.
 ffi::Error InstantiateGemm(const GemmConfig& config);

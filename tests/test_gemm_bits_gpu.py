@@ -12,6 +12,7 @@ import second_stream
 from gpu_cases import FAMILIES
 
 import jax_fp8gemm as jf
+from jax_fp8gemm import _ffi, _tile_config
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,26 @@ def test_every_config_gives_the_same_bits(family, config):
     given = accum.copy()
     compiled = gpu_cases.compile_with(config, add, given, lhs, rhs, donate_argnums=0)
     gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected, f"{config} accumulating")
+
+
+@pytest.mark.parametrize("config", _tile_config.configs(is_1d1d=True, out_f32=True), ids=str)
+def test_tiles_cut_for_the_last_round_give_the_same_bits(config):
+    """Two rounds of tiles but for four, which are cut where a tile has several consumers; the last
+    row of tiles is short, and so is the last column."""
+    num_row_tiles = _ffi.num_sms() + 2
+    m, n, k = num_row_tiles * config.block_m - 40, 2 * config.block_n - 8, 520
+    lhs, rhs = gpu_cases.operands(8, (m, n, k), FAMILIES["1d1d"])
+    one_consumer = _tile_config.TileConfig(64, 16, 16, 1, 4, 20, 0)
+    expected = gpu_cases.compile_with(one_consumer, gpu_cases.multiply, lhs, rhs)(lhs, rhs)
+    gpu_cases.assert_model_predicts(expected, lhs, rhs)
+    out_type = jax.ShapeDtypeStruct((m, n), jnp.float32)
+    out = gpu_cases.run_poisoned(gpu_cases.multiply, (lhs, rhs), out_type, config)
+    gpu_cases.assert_same(out, expected)
+    accum = jnp.asarray(np.random.default_rng(8).standard_normal((m, n), np.float32) * 30)
+    add = lambda accum, lhs, rhs: gpu_cases.multiply(lhs, rhs, accum=accum)
+    given = accum.copy()
+    compiled = gpu_cases.compile_with(config, add, given, lhs, rhs, donate_argnums=0)
+    gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected)
 
 
 # Rows do not depend on m

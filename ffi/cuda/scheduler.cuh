@@ -70,8 +70,12 @@ struct DynamicWalk {
   }
 };
 
+// Walks the tiles of a product without groups. If kCutsLast, those of the last, incomplete round
+// are cut into the rows of their consumers where all of those find a CTA: from first_part on, a
+// tile is one consumer's rows.
 template <typename Config>
 struct DenseScheduler : StaticWalk<Config> {
+  using Tile = jax_fp8gemm::Tile<Config>;
   const GemmParams& params;
 
   template <typename SharedStorage>
@@ -80,11 +84,15 @@ struct DenseScheduler : StaticWalk<Config> {
 
   // The same for all CTAs of a cluster.
   __device__ __forceinline__ int count() const {
-    return ceil_div(params.m, Config::kBlockM * Config::kClusterM) *
-           ceil_div(params.n, Config::kBlockN * Config::kClusterN);
+    const int num_units = ceil_div(params.m, Config::kBlockM * Config::kClusterM) *
+                          ceil_div(params.n, Config::kBlockN * Config::kClusterN);
+    if constexpr (!Tile::kCutsLast) return num_units;
+    return params.first_part + (num_units - params.first_part) * Config::kNumConsumers;
   }
 
-  __device__ __forceinline__ Work locate(int unit) const {
+  __device__ __forceinline__ Work locate(int tile) const {
+    const int part = Tile::kCutsLast ? max(tile - params.first_part, 0) : 0;
+    const int unit = tile - part + part / Config::kNumConsumers;
     const int num_units_m = ceil_div(params.m, Config::kBlockM * Config::kClusterM);
     const int num_units_n = ceil_div(params.n, Config::kBlockN * Config::kClusterN);
     int m_idx, n_idx;
@@ -100,6 +108,10 @@ struct DenseScheduler : StaticWalk<Config> {
     work.num_k_blocks = ceil_div(params.k, 128);
     work.rhs_scale_row = work.column / 128;
     work.row_end = params.m;
+    if (Tile::kCutsLast && tile >= params.first_part) {
+      work.lhs_row = work.row += part % Config::kNumConsumers * Tile::kRows;
+      work.row_end = min(params.m, work.row + Tile::kRows);
+    }
     return work;
   }
 };

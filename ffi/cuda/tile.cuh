@@ -27,6 +27,7 @@ struct GemmParams {
   const int* group_sizes;
   const int* first_row;
   int* next_tile;  // groups of rows: 0, for TileQueue
+  int first_part;  // Tile::kCutsLast: see DenseScheduler
 };
 
 struct Empty {};
@@ -59,6 +60,9 @@ struct Tile {
       (Config::kNumAccums == 1 || (kGroup == 1 && Config::kSubN == Config::kBlockN)) &&
       kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs + kSubRegs / 2 <= 216;
   static constexpr int kBatches = kGroup * kSubs;
+  // Whether tiles of the last round are cut. In 1d2d this gained nothing, in 1d1d up to 2 %.
+  static constexpr bool kCutsLast = Config::kIs1d1d && Config::kGrouping == kNoGroups &&
+                                    Config::kNumConsumers > 1 && Config::kClusterSize == 1;
   static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
