@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ragged_cases
 import second_stream
-from gpu_cases import assert_same, bits
+from gpu_cases import E4M3, E5M2, assert_same, bits
 
 import jax_fp8gemm as jf
 from jax_fp8gemm import _groups, _tile_config
@@ -100,6 +100,28 @@ def test_every_config_of_rows_gives_the_same_bits(config):
     expected = jax.jit(call)(lhs, rhs, group_sizes)
     out = gpu_cases.compile_with(config, call, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
     assert_same(out, expected)
+
+
+@pytest.mark.parametrize("rest", [0, 3])
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_tiles_of_every_height_give_the_same_bits(formats, out_dtype, rest):
+    """Groups of 1 .. 130 rows in tiles of 128 x 256, of which short ones exchange their operands,
+    against tiles that never do. rest: rows of no group; with 3 the scales of rows move against 16
+    bytes from one k-block to the next. 384 columns: the last tile is half empty."""
+    n, k, sizes = 384, 1160, np.arange(1, 131)
+    lhs = jf.quantize(_normal((int(sizes.sum()) + rest, k), 0), dtype=formats[0])
+    rhs = jf.quantize(_normal((len(sizes), n, k), 1), block=(128, 128), dtype=formats[1])
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    call = functools.partial(jf.scaled_ragged_dot, out_dtype=out_dtype, implementation="cuda")
+    wide, narrow = (
+        gpu_cases.compile_with(config, call, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
+        for config in (
+            _tile_config.TileConfig(128, 256, 128, 2, 1, 3, 4),
+            _tile_config.TileConfig(64, 128, 64, 1, 2, 8, 0),
+        )
+    )
+    assert_same(wide, narrow)
 
 
 @sizes_cases

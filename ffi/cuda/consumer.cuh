@@ -2,6 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "exchanged_tile.cuh"
 #include "main_loop.cuh"
 #include "scheduler.cuh"
 
@@ -34,7 +35,9 @@ struct Consumer {
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
-      if (__any_sync(0xffffffff, row >= work.row_end)) {
+      if constexpr (Tile::kExchanges) {
+        run_whole_or_exchanged(work, row);
+      } else if (__any_sync(0xffffffff, row >= work.row_end)) {
         loop.skip(Config::kGrouping == kGroupedContraction ? batches.num_k_blocks
                                                            : work.num_k_blocks);
       } else {
@@ -47,6 +50,19 @@ struct Consumer {
   }
 
  private:
+  // A tile of a group, or of rows of none, which has no k-blocks. No consumer has stages to skip:
+  // those of whole tiles all have rows.
+  __device__ __forceinline__ void run_whole_or_exchanged(const Work& work, int row) {
+    const int rows = uniform(max(0, work.row_end - work.row));
+    const int num_k_blocks = uniform(work.num_k_blocks);
+    if (num_k_blocks > 0 && rows <= ExchangedTile<Config>::kMostRows) {
+      ExchangedTile<Config>(loop.batches, work).run(rows);
+    } else {
+      if (num_k_blocks > 0) loop.multiply(128);
+      store(row, work.row_end, work.column);
+    }
+  }
+
   // By TMA where the rows are this tile's alone as far as they reach, or end with the output.
   // NOTE: from the thread index read anew. What depends on the lane that the main loop knows is
   // kept in registers through it, where tall tiles have none left.

@@ -73,6 +73,20 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   }
 }
 
+// Writes the transpose of a warpgroup's 64 x kN part, bf16, as kN rows of 64, swizzled as above.
+template <int kN, int kRegs>
+__device__ __forceinline__ void write_slab_transposed(uint8_t* slab, const float (&d)[kRegs],
+                                                      int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < kN / 8; j += 2) {
+    const int row = 8 * (j + lane / 16) + lane % 8;
+    const uint32_t chunk = (2 * warp + lane / 8 % 2) ^ (row % 8);
+    stmatrix_x4_trans(smem_address(slab + row * 128) + chunk * 16,
+                      pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
+                      pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
+  }
+}
+
 // NOTE: flushes subnormal f32 to zero because the addition by TMA does (PTX ISA,
 // cp.reduce.async.bulk): a result must not depend on how it is stored.
 __device__ __forceinline__ float add_ftz(float a, float b) {

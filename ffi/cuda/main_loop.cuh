@@ -52,28 +52,43 @@ struct MainLoop {
     if (Config::kGrouping != kGroupedContraction || batches.num_k_blocks > 0) {
       batches.wait();
     }
+    if constexpr (Tile::kExchanges) {
+      // NOTE: two branches. Beside the loops of ExchangedTile ptxas keeps the count in a uniform
+      // register, and one branch with both conditions waited for it: large groups took 1-2 %
+      // longer.
 #pragma unroll 1
-    for (int k_block = 1; k_block <= batches.num_k_blocks; ++k_block) {
-      batches.read_scales(batches.blocks[0]);
-#pragma unroll
-      for (int batch = 0; batch < Tile::kSubs; ++batch) {
-        batches.issue(batch);
-        if constexpr (Tile::kReadColumnsEarly) batches.read_columns(batch);
-        wgmma_wait<0>();
-        if constexpr (!Tile::kReadColumnsEarly) batches.read_columns(batch);
-        if (batch < Tile::kSubs - 1) {
-          batches.promote(batch, boundary);
-        } else {
-          batches.release(batches.ring.stage);
-          batches.advance();
-          const bool is_full = batches.is_ready();
-          batches.promote(batch, boundary);
-          if (!is_full && k_block < batches.num_k_blocks) {
-            batches.wait();
-          }
-        }
+      for (int k_block = 1;;) {
+        const bool is_full = multiply_k_block(boundary);
+        if (k_block++ == batches.num_k_blocks) return;
+        if (!is_full) batches.wait();
+      }
+    } else {
+#pragma unroll 1
+      for (int k_block = 1; k_block <= batches.num_k_blocks; ++k_block) {
+        const bool is_full = multiply_k_block(boundary);
+        if (!is_full && k_block < batches.num_k_blocks) batches.wait();
       }
     }
+  }
+
+  // Returns whether the next one is there.
+  __device__ __forceinline__ bool multiply_k_block(int boundary) {
+    bool is_full;
+    batches.read_scales(batches.blocks[0]);
+#pragma unroll
+    for (int batch = 0; batch < Tile::kSubs; ++batch) {
+      batches.issue(batch);
+      if constexpr (Tile::kReadColumnsEarly) batches.read_columns(batch);
+      wgmma_wait<0>();
+      if constexpr (!Tile::kReadColumnsEarly) batches.read_columns(batch);
+      if (batch == Tile::kSubs - 1) {
+        batches.release(batches.ring.stage);
+        batches.advance();
+        is_full = batches.is_ready();
+      }
+      batches.promote(batch, boundary);
+    }
+    return is_full;
   }
 
   // Promotes batches kBatch .. kBatches-1 of a group, each kAhead batches after it was queued;

@@ -63,6 +63,10 @@ struct Tile {
   // Whether tiles of the last round are cut. In 1d2d this gained nothing, in 1d1d up to 2 %.
   static constexpr bool kCutsLast = Config::kIs1d1d && Config::kGrouping == kNoGroups &&
                                     Config::kNumConsumers > 1 && Config::kClusterSize == 1;
+  // Groups of rows: whether short tiles exchange their operands (exchanged_tile.cuh).
+  static constexpr bool kExchanges = Config::kGrouping == kGroupedRows &&
+                                     Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
+                                     Config::kBlockM == 128 && Config::kBlockN == 256;
   static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;

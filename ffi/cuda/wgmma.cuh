@@ -44,7 +44,8 @@ __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile) {
 #define JAX_FP8GEMM_DESCRIPTOR_UPPER "0x40000040"
 
 // accum[4j + 2h + c] of lane l in warp w is row 16w + l/4 + 8h, column 8j + 2(l%4) + c. With
-// kIsFirst the accumulators start from zero instead of their old value. kN: a multiple of 8.
+// kIsFirst the accumulators start from zero instead of their old value. kExchanged: the first
+// operand has the format of rhs, the second that of lhs. kN: a multiple of 8.
 template <int kN>
 struct Wgmma;
 
@@ -96,23 +97,32 @@ struct Wgmma;
       "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
       "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
 
-#define JAX_FP8GEMM_WGMMA(kN, kRegs, lhs, rhs, scale)                                              \
-  template <>                                                                                      \
-  struct Wgmma<kN> {                                                                               \
-    template <bool kIsFirst>                                                                       \
-    __device__ static __forceinline__ void run(float (&d)[kRegs], uint32_t lhs_descriptor,         \
-                                               uint32_t rhs_descriptor) {                          \
-      asm volatile("{\n.reg .pred p;\n.reg .b64 l, r;\nsetp.ne.b32 p, " scale                      \
-                   ", 0;\n"                                                                        \
-                   "mov.b64 l, {" lhs ", " JAX_FP8GEMM_DESCRIPTOR_UPPER                            \
-                   "};\n"                                                                          \
-                   "mov.b64 r, {" rhs ", " JAX_FP8GEMM_DESCRIPTOR_UPPER                            \
-                   "};\n"                                                                          \
-                   "wgmma.mma_async.sync.aligned.m64n" #kN "k32.f32." JAX_FP8GEMM_LHS_TYPE         \
-                   "." JAX_FP8GEMM_RHS_TYPE " {" JAX_FP8GEMM_REGS_##kRegs "}, l, r, p, 1, 1;\n}\n" \
-                   : JAX_FP8GEMM_OUTS_##kRegs                                                      \
-                   : "r"(lhs_descriptor), "r"(rhs_descriptor), "n"(kIsFirst ? 0 : 1));             \
-    }                                                                                              \
+#define JAX_FP8GEMM_WGMMA_TYPES(kN, kRegs, lhs, rhs, scale, types)        \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 l, r;\nsetp.ne.b32 p, " scale \
+               ", 0;\n"                                                   \
+               "mov.b64 l, {" lhs ", " JAX_FP8GEMM_DESCRIPTOR_UPPER       \
+               "};\n"                                                     \
+               "mov.b64 r, {" rhs ", " JAX_FP8GEMM_DESCRIPTOR_UPPER       \
+               "};\n"                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #kN "k32.f32." types   \
+               " {" JAX_FP8GEMM_REGS_##kRegs "}, l, r, p, 1, 1;\n}\n"     \
+               : JAX_FP8GEMM_OUTS_##kRegs                                 \
+               : "r"(lhs_descriptor), "r"(rhs_descriptor), "n"(kIsFirst ? 0 : 1))
+
+#define JAX_FP8GEMM_WGMMA(kN, kRegs, lhs, rhs, scale)                                      \
+  template <>                                                                              \
+  struct Wgmma<kN> {                                                                       \
+    template <bool kIsFirst, bool kExchanged = false>                                      \
+    __device__ static __forceinline__ void run(float (&d)[kRegs], uint32_t lhs_descriptor, \
+                                               uint32_t rhs_descriptor) {                  \
+      if constexpr (kExchanged) {                                                          \
+        JAX_FP8GEMM_WGMMA_TYPES(kN, kRegs, lhs, rhs, scale,                                \
+                                JAX_FP8GEMM_RHS_TYPE "." JAX_FP8GEMM_LHS_TYPE);            \
+      } else {                                                                             \
+        JAX_FP8GEMM_WGMMA_TYPES(kN, kRegs, lhs, rhs, scale,                                \
+                                JAX_FP8GEMM_LHS_TYPE "." JAX_FP8GEMM_RHS_TYPE);            \
+      }                                                                                    \
+    }                                                                                      \
   };
 
 JAX_FP8GEMM_WGMMA(8, 4, "%4", "%5", "%6")
@@ -131,6 +141,7 @@ JAX_FP8GEMM_WGMMA(160, 80, "%80", "%81", "%82")
 JAX_FP8GEMM_WGMMA(192, 96, "%96", "%97", "%98")
 
 #undef JAX_FP8GEMM_WGMMA
+#undef JAX_FP8GEMM_WGMMA_TYPES
 #undef JAX_FP8GEMM_DESCRIPTOR_UPPER
 
 }  // namespace jax_fp8gemm
