@@ -1,6 +1,6 @@
-// A short tile of a group with its operands exchanged: the columns of rhs are wgmma's rows, of which
-// it takes 64 at a time, and the rows of the group its columns, of which it takes any multiple of 8.
-// The bits are the same.
+// A short tile of a group with its operands exchanged: the columns of rhs are wgmma's rows, of
+// which it takes 64 at a time, and the rows of the group its columns, of which it takes any
+// multiple of 8. The bits are the same.
 //
 // A whole tile takes a seventh longer so: a thread then has 32 columns instead of two rows, and
 // reads the scale of each. In a short one fewer products are worth it (docs/experiments.md).
