@@ -39,8 +39,9 @@ int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
 
 // Tiles of the last, incomplete round that the kernel cuts into their consumers' parts.
 int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
-  const bool is_cut = config.is_1d1d && config.grouping == 0 &&
-                      config.cluster_m * config.cluster_n == 1;  // mirrors Tile::kCutsLast
+  // Mirrors Tile::kCutsLast.
+  const bool is_cut = config.is_1d1d && config.grouping == 0 && config.num_consumers > 1 &&
+                      config.cluster_m * config.cluster_n == 1;
   const int64_t rest = num_tiles % config.num_sms;
   return is_cut && rest * config.num_consumers <= config.num_sms ? rest : 0;
 }

@@ -32,12 +32,14 @@ struct Consumer {
       batches.scale_row =
           batches.first_row + row_scale_shift(params.lhs_rows, work.lhs_row, work.first_k_block);
       batches.clear();
+      if constexpr (Tile::kExchanges) {
+        run_whole_or_exchanged(work, row);
+        continue;
+      }
       // NOTE: the vote tells the compiler that a warp never splits here. Without it the position in
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
-      if constexpr (Tile::kExchanges) {
-        run_whole_or_exchanged(work, row);
-      } else if (__any_sync(0xffffffff, row >= work.row_end)) {
+      if (__any_sync(0xffffffff, row >= work.row_end)) {
         loop.skip(Config::kGrouping == kGroupedContraction ? batches.num_k_blocks
                                                            : work.num_k_blocks);
       } else {

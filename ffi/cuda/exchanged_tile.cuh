@@ -109,7 +109,8 @@ struct ExchangedTile {
     const GemmParams& params = batches.params;
     const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32;
     uint8_t* slab = batches.shared.slabs[batches.consumer];
-    static_assert(Config::kOutF32 || kRows * 128 <= Config::kNumSlabs * Tile::kSlabBytes);
+    static_assert(Config::kOutF32 ||
+                  kRows * Tile::kSlabRowBytes <= Config::kNumSlabs * Tile::kSlabBytes);
     // Until the stores by TMA that used the slabs before have read them.
     if (!Config::kOutF32 && warp == 0 && elect_one()) tma_store_wait_read<0>();
 #pragma unroll
