@@ -102,14 +102,15 @@ def test_every_config_of_rows_gives_the_same_bits(config):
     assert_same(out, expected)
 
 
-@pytest.mark.parametrize("rest", [0, 3])
+@pytest.mark.parametrize("rest", [0, 1])
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_tiles_of_every_height_give_the_same_bits(formats, out_dtype, rest):
     """Groups of 1 .. 130 rows in tiles of 128 x 256, of which short ones exchange their operands,
-    against tiles that never do. rest: rows of no group; with 3 the scales of rows move against 16
-    bytes from one k-block to the next. 384 columns: the last tile is half empty."""
-    n, k, sizes = 384, 1160, np.arange(1, 131)
+    against tiles that never do. rest: rows of no group; without one the rows are no multiple of 4,
+    and their scales lie elsewhere against 16 bytes in each k-block. 384 columns: the last tile is
+    half empty."""
+    n, k, sizes = 384, 1168, np.arange(1, 131)
     lhs = jf.quantize(_normal((int(sizes.sum()) + rest, k), 0), dtype=formats[0])
     rhs = jf.quantize(_normal((len(sizes), n, k), 1), block=(128, 128), dtype=formats[1])
     group_sizes = jnp.asarray(sizes, jnp.int32)
