@@ -197,8 +197,8 @@ def expert_spec(
     """What is static about the layer: sizes are those of a device, x and weights of any extent."""
     max_slots = None if capacity is None else experts * capacity
     how = make_exchange(exchange, axis, size, tokens, top_k, max_slots)
-    products = w_gate_up, w_down, experts, options.recipe, options.implementation
-    into, down = make_specs(op, x, *products)
+    recipe, implementation = options.recipe, options.implementation
+    into, down = make_specs(op, x, w_gate_up, w_down, experts, recipe, implementation)
     return ExpertSpec(into, down, how, experts, *_rows(how, experts, capacity))
 
 
