@@ -46,8 +46,7 @@ bool IsInRange(const GemmConfig& c) {
 const char* BrokenRule(const GemmConfig& c) {
   const int64_t num_row_subs = CeilDiv(c.block_m, 64 * c.num_consumers);  // 64 rows each
   const int64_t num_batches = num_row_subs * (c.block_n / c.sub_n);       // of one k-block
-  const int64_t slab_columns = c.out_f32 ? 32 : 64;
-  const int64_t num_slabs_stored = num_row_subs * (c.block_n / slab_columns);
+  const int64_t num_slabs_stored = num_row_subs * (c.block_n / SlabColumns(c));
   const int64_t num_sums = (num_row_subs * c.block_n + c.num_accums * c.sub_n) / 2;  // per thread
   const int64_t num_registers = c.num_consumers == 1 ? 255 : SplitRegisters(c).consumer;
   const struct {
@@ -77,8 +76,8 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.grouping != 1 || c.block_m < 256, "groups of rows must have block_m below 256"},
       {c.grouping != 2 || c.is_1d1d, "groups of the contraction must have 1x128 scales of rhs"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
-      {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % slab_columns == 0),
-       "slabs need block_m of at least 64 and block_n a multiple of 64 (f32: 32)"},
+      {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % SlabColumns(c) == 0),
+       "slabs need block_m of at least 64 and block_n a multiple of 32"},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},
@@ -104,6 +103,10 @@ std::string GemmKernelName(const GemmConfig& config) {
                 config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
                 config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
                 "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n);
+}
+
+int64_t SlabColumns(const GemmConfig& config) {
+  return config.out_f32 || config.block_n % 64 != 0 ? 32 : 64;
 }
 
 int64_t GemmSmemBytes(const GemmConfig& config) {

@@ -44,8 +44,11 @@ struct ConfigFields<GemmConfig> {
   };
 };
 
-// A slab stages 64 rows of 128 bytes of out.
-constexpr int64_t kSlabRows = 64, kSlabRowBytes = 128, kSlabBytes = kSlabRows * kSlabRowBytes;
+// A slab stages 64 rows of up to 128 bytes of out.
+constexpr int64_t kSlabRows = 64, kSlabBytes = kSlabRows * 128;
+
+// Columns of out in a slab: 128 bytes, or 64 of bf16 where block_n is no multiple of 64.
+int64_t SlabColumns(const GemmConfig& config);
 
 // Rows of lhs that the last tile of a group loads at a time.
 constexpr int64_t kPartRows = 32;

@@ -85,10 +85,11 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   if (config.num_slabs > 0) {
     const auto type =
         config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const uint32_t element_bytes = config.out_f32 ? 4 : 2;
+    const int64_t element_bytes = config.out_f32 ? 4 : 2, columns = SlabColumns(config);
+    const auto swizzle = columns * element_bytes == 128 ? kSwizzle : CU_TENSOR_MAP_SWIZZLE_64B;
     FFI_ASSIGN_OR_RETURN(params.out_map,
                          EncodeTensorMap2D(driver, type, params.out, n, out_rows, n * element_bytes,
-                                           kSlabRowBytes / element_bytes, kSlabRows, kSwizzle));
+                                           columns, kSlabRows, swizzle));
   }
   return ffi::Error::Success();
 }

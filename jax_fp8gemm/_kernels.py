@@ -31,13 +31,13 @@ def gemm_kernels(
     call chooses.
     """
     for grouping, is_1d1d, outs in _GEMM_FAMILIES:
+        configs = _tile_config.configs(grouping, is_1d1d=is_1d1d, with_clusters=with_clusters)
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             out_f32, accumulate = _OUTS[out]
-            how = dict(is_1d1d=is_1d1d, out_f32=out_f32)
-            configs = _tile_config.configs(grouping, **how, with_clusters=with_clusters)
             yield from (
                 config.attributes(
-                    **how,
+                    is_1d1d=is_1d1d,
+                    out_f32=out_f32,
                     accumulate=accumulate,
                     lhs_e5m2=lhs_e5m2,
                     rhs_e5m2=rhs_e5m2,

@@ -83,7 +83,7 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
     if measured is not None:
         return measured
-    candidates = configs(is_1d1d=is_1d1d, out_f32=out_bytes > 2)
+    candidates = configs(is_1d1d=is_1d1d)
     rows = 16 if m <= 16 else math.ceil(m / 64) * 64
     candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
     return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
@@ -95,6 +95,6 @@ def _choose_grouped(
 ) -> TileConfig:
     grouping = GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS
     return min(
-        configs(grouping, is_1d1d=is_1d1d, out_f32=out_bytes > 2),
+        configs(grouping, is_1d1d=is_1d1d),
         key=lambda c: grouped_time_us(c, m, n, k, num_groups, is_1d1d, out_bytes, num_sms),
     )

@@ -90,7 +90,7 @@ CLUSTER_CONFIGS = (
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )
 # A consumer of 128 rows reads the scales of its columns once for both halves. With two accumulators
-# there are registers for 96 columns; their slabs take f32 alone.
+# there are registers for 96 columns.
 _TALL_1D1D = TileConfig(256, 96, 96, 2, 2, 4, 2)
 
 # The attribute `grouping`: what the groups of a product cut.
@@ -115,7 +115,7 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
 
 
 def configs(
-    grouping: int = 0, *, is_1d1d: bool, out_f32: bool, with_clusters: bool = False
+    grouping: int = 0, *, is_1d1d: bool, with_clusters: bool = False
 ) -> tuple[TileConfig, ...]:
     """The configs that a product may get. grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION.
 
@@ -123,4 +123,4 @@ def configs(
     """
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
     clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()
-    return (*common, _TALL_1D1D, *clusters) if is_1d1d and out_f32 else (*common, *clusters)
+    return (*common, _TALL_1D1D, *clusters) if is_1d1d else (*common, *clusters)

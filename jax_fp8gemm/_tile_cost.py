@@ -20,6 +20,7 @@ _L2_BYTES_PER_CLOCK = 50  # L2 to one multiprocessor, all of them loading
 _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long copy reaches 4.2e6
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
+_STORE_BYTES_PER_CLOCK_NARROW = 20  # in rows of 64 bytes: bf16 where 64 does not divide block_n
 _TILE_CLOCKS = 300
 # Part of the tensor cores' rate that the main loop reaches. 1d1d reads a scale for every column and
 # promotes with twice as many instructions; two consumers of 256 columns have no registers left to
@@ -83,7 +84,9 @@ def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_by
         (c.block_m + c.block_n) * _SCALE_BLOCK / _L2_BYTES_PER_CLOCK,
         _MIN_K_BLOCK_CLOCKS,
     )
-    epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK
+    is_narrow = out_bytes == 2 and c.num_slabs > 0 and c.block_n % 64 != 0
+    store_rate = _STORE_BYTES_PER_CLOCK_NARROW if is_narrow else _STORE_BYTES_PER_CLOCK
+    epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / store_rate
     return num_k_blocks * k_block + epilogue
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import pathlib
@@ -91,16 +90,8 @@ def assert_same(actual: jax.Array, expected: jax.Array, what: str = "") -> None:
 FAMILY_CONFIGS = [
     (name, config)
     for name in FAMILIES
-    for config in _tile_config.configs(is_1d1d=name == "1d1d", out_f32=True, with_clusters=True)
+    for config in _tile_config.configs(is_1d1d=name == "1d1d", with_clusters=True)
 ]
-
-
-def out_dtypes(family: str, config) -> list:
-    """The dtypes of results that a config has a kernel for."""
-    how = dict(is_1d1d=family == "1d1d", with_clusters=True)
-    configs = functools.partial(_tile_config.configs, **how)
-    dtypes = {True: jnp.float32, False: jnp.bfloat16}
-    return [dtype for is_f32, dtype in dtypes.items() if config in configs(out_f32=is_f32)]
 
 
 def precompile() -> None:

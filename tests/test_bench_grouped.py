@@ -190,7 +190,7 @@ def test_every_case_runs_with_every_tile(family):
     rows = list(_tiles.with_tiles(cases, ["all"]))
     is_wgrad = family == "ragged_wgrad"
     kind = _tile_config.GROUPED_CONTRACTION if is_wgrad else _tile_config.GROUPED_ROWS
-    tiles = _tile_config.configs(kind, is_1d1d=is_wgrad, out_f32=is_wgrad)
+    tiles = _tile_config.configs(kind, is_1d1d=is_wgrad)
     assert [row.config for row in rows] == [_case.tile_text(tile) for tile in tiles]
     assert rows[-1].build().run().shape[-1] == 256
 

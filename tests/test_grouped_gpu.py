@@ -156,27 +156,22 @@ def test_ragged_columns_have_the_bits_of_the_reference(sizes, m, k, dtype):
 
 
 @sizes_cases
-@pytest.mark.parametrize(
-    "config", [None, *_tile_config.configs(2, is_1d1d=True, out_f32=True)], ids=str
-)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, accumulate):
+@pytest.mark.parametrize("config", [None, *_tile_config.configs(2, is_1d1d=True)], ids=str)
+@pytest.mark.parametrize("out", ["bf16", "f32", "accumulate"])
+def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, out):
     m, n, tokens, g = 320, 264, M, 8
     group_sizes = jnp.asarray(sizes, jnp.int32)
     lhs = jf.quantize_ragged(_normal((tokens, m), 0), group_sizes)
     rhs = jf.quantize_ragged(_normal((tokens, n), 1), group_sizes)
-    accum = _normal((g, m, n), 2).astype(jnp.float32) if accumulate else None
+    accum = _normal((g, m, n), 2).astype(jnp.float32) if out == "accumulate" else None
+    how = dict(out_dtype=jnp.bfloat16 if out == "bf16" else jnp.float32, implementation="cuda")
 
     def call(lhs, rhs, group_sizes, accum):
-        return jf.scaled_ragged_wgrad(
-            lhs, rhs, group_sizes, accumulate_into=accum, implementation="cuda"
-        )
+        return jf.scaled_ragged_wgrad(lhs, rhs, group_sizes, accumulate_into=accum, **how)
 
     operands = (lhs, rhs, group_sizes, accum)
-    out = gpu_cases.compile_with(config, call, *operands)(*operands)
-    multiply = jax.jit(
-        functools.partial(jf.scaled_matmul, out_dtype=jnp.float32, implementation="cuda")
-    )
+    actual = gpu_cases.compile_with(config, call, *operands)(*operands)
+    multiply = jax.jit(functools.partial(jf.scaled_matmul, **how))
     column = 0
     for i, (start, end) in enumerate(_ranges(sizes, tokens)):
         width = -(-int(end - start) // 128) * 128
@@ -188,9 +183,9 @@ def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, acc
             x.scale,
         )
         expected = multiply(own(lhs), own(rhs))
-        if accumulate:
+        if accum is not None:
             expected = expected + accum[i]
-        assert_same(out[i], expected, f"group {i}")
+        assert_same(actual[i], expected, f"group {i}")
         column += width
 
 

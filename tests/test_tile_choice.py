@@ -20,7 +20,7 @@ WGRAD = dict(is_1d1d=True, out_f32=True, accumulate=False)
 def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, out_f32, num_sms):
     how = dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=False)
     config = _tile_choice.choose(m, n, k, **how, num_sms=num_sms)
-    assert config in _tile_config.configs(is_1d1d=is_1d1d, out_f32=out_f32)
+    assert config in _tile_config.configs(is_1d1d=is_1d1d)
     # wgmma multiplies 64 rows at a time: no tile may have 64 rows that no row of lhs can fill.
     assert config.block_m <= 16 or config.block_m < m + 64
     assert config == _tile_choice.choose(m, n, k, **how, num_sms=num_sms)
@@ -36,9 +36,9 @@ def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, out_f32
 )
 def test_every_grouped_shape_gets_a_config_of_its_family(m, n, k, num_groups, is_1d1d, out_f32):
     grouping = _tile_config.GROUPED_CONTRACTION if is_1d1d else _tile_config.GROUPED_ROWS
-    how = dict(is_1d1d=is_1d1d, out_f32=out_f32)
-    config = _tile_choice.choose_grouped(m, n, k, num_groups, **how, accumulate=False)
-    assert config in _tile_config.configs(grouping, **how)
+    how = dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=False)
+    config = _tile_choice.choose_grouped(m, n, k, num_groups, **how)
+    assert config in _tile_config.configs(grouping, is_1d1d=is_1d1d)
 
 
 def test_overrides_name_configs():

@@ -8,17 +8,17 @@ from jax_fp8gemm import _tile_config
 
 
 def test_configs_differ():
-    dense = _tile_config.configs(is_1d1d=True, out_f32=True, with_clusters=True)
+    dense = _tile_config.configs(is_1d1d=True, with_clusters=True)
     assert len(set(dense)) == len(dense)
 
 
 def test_no_product_gets_clusters_unless_asked_for():
-    how = dict(is_1d1d=False, out_f32=False)
-    assert all(c.cluster_m * c.cluster_n == 1 for c in _tile_config.configs(**how))
+    assert all(c.cluster_m * c.cluster_n == 1 for c in _tile_config.configs(is_1d1d=False))
     assert all(c.cluster_m * c.cluster_n == 2 for c in _tile_config.CLUSTER_CONFIGS)
     clusters = set(_tile_config.CLUSTER_CONFIGS)
-    assert clusters < set(_tile_config.configs(**how, with_clusters=True))
-    grouped = _tile_config.configs(_tile_config.GROUPED_ROWS, **how, with_clusters=True)
+    assert clusters < set(_tile_config.configs(is_1d1d=False, with_clusters=True))
+    rows = _tile_config.GROUPED_ROWS
+    grouped = _tile_config.configs(rows, is_1d1d=False, with_clusters=True)
     assert not clusters & set(grouped)
 
 

@@ -7,15 +7,17 @@ namespace jax_fp8gemm {
 
 // Stores the tile of one consumer warpgroup by TMA, through slabs of 64 rows of 128 bytes: 64 bf16
 // or 32 f32 columns. In a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8), the 128-byte
-// swizzle, so that neither the writes nor TMA meet bank conflicts. Each warpgroup owns its slabs
-// and its stores; nothing here waits for another warpgroup. kAccumulate adds to what is there: one
-// addition an element, so the result does not depend on any order.
+// swizzle, so that neither the writes nor TMA meet bank conflicts. Where 64 does not divide
+// kBlockN, bf16 slabs have 32 columns, 64 bytes, and the 64-byte swizzle: c ^ (r / 2 % 4). Each
+// warpgroup owns its slabs and its stores; nothing here waits for another warpgroup. kAccumulate
+// adds to what is there: one addition an element, so the result does not depend on any order.
 template <bool kIsF32, bool kAccumulate, int kMSubs, int kBlockN, int kNumSlabs, int kRegs>
 __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
                                           const float (&promoted)[kMSubs][kRegs], int row,
                                           int column, int consumer, int warp, int lane) {
   constexpr int kSlabBytes = 64 * 128;
-  constexpr int kColumns = kIsF32 ? 32 : 64;
+  constexpr int kColumns = kIsF32 || kBlockN % 64 != 0 ? 32 : 64;
+  constexpr int kRowBytes = kColumns * (kIsF32 ? 4 : 2);
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
   // Slabs written between two barriers: all of them, or half of the ring, so that the other half
@@ -35,7 +37,7 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
 #pragma unroll
     for (int slab = first; slab < first + kChunk; ++slab) {
       const float* d = promoted[slab / kSlabsPerRow] + (slab % kSlabsPerRow) * (kColumns / 2);
-      uint8_t* rows = slabs + (slab % kNumSlabs) * kSlabBytes + local_row * 128;
+      uint8_t* rows = slabs + (slab % kNumSlabs) * kSlabBytes + local_row * kRowBytes;
       if constexpr (kIsF32) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -45,8 +47,9 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          const uint32_t chunk = (j + lane / 16) ^ (local_row % 8);
+        for (int j = 0; j < kColumns / 8; j += 2) {
+          const uint32_t chunk =
+              (j + lane / 16) ^ (kRowBytes == 128 ? local_row % 8 : local_row / 2 % 4);
           stmatrix_x4(smem_address(rows) + chunk * 16, pack_bf16(d[4 * j], d[4 * j + 1]),
                       pack_bf16(d[4 * j + 2], d[4 * j + 3]), pack_bf16(d[4 * j + 4], d[4 * j + 5]),
                       pack_bf16(d[4 * j + 6], d[4 * j + 7]));

@@ -53,7 +53,7 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
     config = _config_text(shape, is_1d1d=True, out_f32=True, accumulate=accumulate)
     labels = _labels(shape) | {"accumulate": accumulate}
     peers = peer_calls(shape, is_1d1d=True)
-    tiles = _tile_config.configs(is_1d1d=True, out_f32=True, with_clusters=True)
+    tiles = _tile_config.configs(is_1d1d=True, with_clusters=True)
     return Case(labels, shape, work, config, build, peers, tiles=tiles)
 
 

@@ -95,7 +95,7 @@ def _wgrad(shape: GroupedShape, accumulate: bool) -> Case:
         config=_config_text(m, n, extent, groups, is_1d1d=True, accumulate=accumulate),
         build=build,
         peers=wgrad_peers(shape, sizes, accumulate),
-        tiles=_tile_config.configs(_tile_config.GROUPED_CONTRACTION, is_1d1d=True, out_f32=True),
+        tiles=_tile_config.configs(_tile_config.GROUPED_CONTRACTION, is_1d1d=True),
     )
 
 
