@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import dispatch
+from jax._src import config, dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
@@ -123,7 +123,10 @@ class _Rules:
         function = partitioned(partial(run, **params), rule, local)
         is_kernel = run is not self.reference
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
-        return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
+        # NOTE: jax.ensure_compile_time_eval() would make arrays of what depends on no operand, and
+        # custom_partitioning takes none.
+        with config.eager_constant_folding(False):
+            return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(self, lower, ctx, *operands, implementation, **params):
         if implementation != "xla":

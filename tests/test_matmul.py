@@ -58,6 +58,19 @@ def test_eager_equals_jit():
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
+def test_compile_time_evaluation_inside_jit():
+    operands = problem()
+
+    @jax.jit
+    def constants():
+        with jax.ensure_compile_time_eval():
+            return vjp(*operands)
+
+    assert str(constants.trace().jaxpr.eqns) == "[]"
+    for x, y in zip(constants(), vjp(*operands), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_is_near_the_unquantised_product():
     lhs, rhs, _ = problem()
     exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)
