@@ -49,14 +49,22 @@ def nvrtc_paths() -> list[str]:
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    majors = _cuda_majors()
     wheels = [
-        os.path.join(root, folder, "lib", soname)
-        for folder, soname in (("cu13", "libnvrtc.so.13"), ("cuda_nvrtc", "libnvrtc.so.12"))
+        os.path.join(root, {13: "cu13", 12: "cuda_nvrtc"}[major], "lib", f"libnvrtc.so.{major}")
+        for major in majors
         for root in roots
     ]
-    sonames = ["libnvrtc.so.13", "libnvrtc.so.12"]
+    sonames = [f"libnvrtc.so.{major}" for major in majors]
     installed = [os.path.join(toolkit, "lib64", soname) for soname in sonames]
     return [path for path in wheels if os.path.exists(path)] + sonames + installed
+
+
+def _cuda_majors() -> list[int]:
+    """13 and 12, first that of JAX's plugin: another package may bring the CUDA wheels of a newer
+    one, which the driver need not know."""
+    is_jax = lambda major: importlib.util.find_spec(f"jax_cuda{major}_plugin") is not None
+    return [12, 13] if is_jax(12) and not is_jax(13) else [13, 12]
 
 
 def is_debug() -> bool:

@@ -1,5 +1,7 @@
 """What the environment says: which NVRTC, which cache folder, where the sources are."""
 
+import importlib.machinery
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -27,6 +29,27 @@ def test_the_environment_picks_one_nvrtc(monkeypatch):
     assert _environment.nvrtc_paths() == ["/some/libnvrtc.so"]
     monkeypatch.delenv("JAX_FP8GEMM_NVRTC")
     assert "libnvrtc.so.13" in _environment.nvrtc_paths()
+
+
+@pytest.mark.parametrize(
+    ("plugins", "majors"), [([], "13 12"), ([13], "13 12"), ([12], "12 13"), ([12, 13], "13 12")]
+)
+def test_nvrtc_is_of_the_cuda_of_jax_where_wheels_of_both_are_installed(
+    monkeypatch, tmp_path, plugins, majors
+):
+    files = {"13": "cu13/lib/libnvrtc.so.13", "12": "cuda_nvrtc/lib/libnvrtc.so.12"}
+    for file in files.values():
+        (tmp_path / "nvidia" / file).parent.mkdir(parents=True)
+        (tmp_path / "nvidia" / file).touch()
+    for major in plugins:
+        (tmp_path / f"jax_cuda{major}_plugin").mkdir()
+    # Nothing else is there to be found.
+    finder = importlib.machinery.PathFinder.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: finder(name, [str(tmp_path)]))
+    paths = _environment.nvrtc_paths()
+    first, second = majors.split()
+    assert paths[:2] == [str(tmp_path / "nvidia" / files[major]) for major in (first, second)]
+    assert paths[2:4] == [f"libnvrtc.so.{first}", f"libnvrtc.so.{second}"]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
