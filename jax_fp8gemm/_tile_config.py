@@ -122,5 +122,6 @@ def configs(
     with_clusters: of a product that is not grouped, CLUSTER_CONFIGS too, which none gets.
     """
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
+    tall = (_TALL_1D1D,) if is_1d1d else ()
     clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()
-    return (*common, _TALL_1D1D, *clusters) if is_1d1d else (*common, *clusters)
+    return (*common, *tall, *clusters)

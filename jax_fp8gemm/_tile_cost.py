@@ -84,7 +84,7 @@ def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_by
         (c.block_m + c.block_n) * _SCALE_BLOCK / _L2_BYTES_PER_CLOCK,
         _MIN_K_BLOCK_CLOCKS,
     )
-    is_narrow = out_bytes == 2 and c.num_slabs > 0 and c.block_n % 64 != 0
+    is_narrow = out_bytes == 2 and c.num_slabs > 0 and c.block_n % 64 != 0  # see SlabColumns
     store_rate = _STORE_BYTES_PER_CLOCK_NARROW if is_narrow else _STORE_BYTES_PER_CLOCK
     epilogue = _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / store_rate
     return num_k_blocks * k_block + epilogue

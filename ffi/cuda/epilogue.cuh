@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
                                           const float (&promoted)[kMSubs][kRegs], int row,
                                           int column, int consumer, int warp, int lane) {
   constexpr int kSlabBytes = 64 * 128;
-  constexpr int kColumns = kIsF32 || kBlockN % 64 != 0 ? 32 : 64;
+  constexpr int kColumns = kIsF32 || kBlockN % 64 != 0 ? 32 : 64;  // mirrors SlabColumns
   constexpr int kRowBytes = kColumns * (kIsF32 ? 4 : 2);
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
