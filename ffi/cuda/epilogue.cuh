@@ -8,36 +8,40 @@ namespace jax_fp8gemm {
 // Stores the tile of one consumer warpgroup by TMA, through slabs of 64 rows of 128 bytes: 64 bf16
 // or 32 f32 columns. In a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8), the 128-byte
 // swizzle, so that neither the writes nor TMA meet bank conflicts. Where 64 does not divide
-// kBlockN, bf16 slabs have 32 columns, 64 bytes, and the 64-byte swizzle: c ^ (r / 2 % 4). Each
-// warpgroup owns its slabs and its stores; nothing here waits for another warpgroup. kAccumulate
-// adds to what is there: one addition an element, so the result does not depend on any order.
+// kBlockN, bf16 slabs have 32 columns, 64 bytes, and the 64-byte swizzle: c ^ (r / 2 % 4); then
+// there are twice kNumSlabs. Each warpgroup owns its slabs and its stores; nothing here waits for
+// another warpgroup. kAccumulate adds to what is there: one addition an element, so the result does
+// not depend on any order.
 template <bool kIsF32, bool kAccumulate, int kMSubs, int kBlockN, int kNumSlabs, int kRegs>
 __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
                                           const float (&promoted)[kMSubs][kRegs], int row,
                                           int column, int consumer, int warp, int lane) {
-  constexpr int kSlabBytes = 64 * 128;
   constexpr int kColumns = kIsF32 || kBlockN % 64 != 0 ? 32 : 64;  // mirrors SlabColumns
   constexpr int kRowBytes = kColumns * (kIsF32 ? 4 : 2);
+  constexpr int kSlabBytes = 64 * kRowBytes;
+  constexpr int kSlabs = kNumSlabs * 128 / kRowBytes;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
   // Slabs written between two barriers: all of them, or half of the ring, so that the other half
   // drains meanwhile.
-  constexpr int kChunk = kNumSlabs >= kTotal ? kTotal : (kNumSlabs > 1 ? kNumSlabs / 2 : 1);
-  constexpr int kPending = kNumSlabs >= kTotal ? 0 : kNumSlabs / kChunk - 1;
+  constexpr int kChunk = kSlabs >= kTotal ? kTotal : (kSlabs > 1 ? kSlabs / 2 : 1);
+  constexpr int kPending = kSlabs >= kTotal ? 0 : kSlabs / kChunk - 1;
   static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");
-  static_assert(kNumSlabs >= kTotal || kTotal % kNumSlabs == 0,
-                "slabs must hold a warpgroup's output or tile it: the next tile starts at slab 0");
   const bool is_store_warp = warp == 0;
   const int local_row = warp * 16 + (kIsF32 ? lane / 4 : lane % 16);
 #pragma unroll
   for (int first = 0; first < kTotal; first += kChunk) {
-    // Wait until the stores that used these slabs before have read them.
-    if (is_store_warp && elect_one()) tma_store_wait_read<kPending>();
+    // Wait until the stores that used these slabs before have read them. Where the ring does not
+    // divide the tile, the last tile may have ended with the first slabs.
+    const bool waits_for_all = first == 0 && kTotal % kSlabs != 0;
+    if (is_store_warp && elect_one()) {
+      waits_for_all ? tma_store_wait_read<0>() : tma_store_wait_read<kPending>();
+    }
     named_barrier_sync(1 + consumer, 128);
 #pragma unroll
     for (int slab = first; slab < first + kChunk; ++slab) {
       const float* d = promoted[slab / kSlabsPerRow] + (slab % kSlabsPerRow) * (kColumns / 2);
-      uint8_t* rows = slabs + (slab % kNumSlabs) * kSlabBytes + local_row * kRowBytes;
+      uint8_t* rows = slabs + (slab % kSlabs) * kSlabBytes + local_row * kRowBytes;
       if constexpr (kIsF32) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -62,7 +66,7 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
     if (is_store_warp && elect_one()) {
 #pragma unroll
       for (int slab = first; slab < first + kChunk; ++slab) {
-        const uint8_t* source = slabs + (slab % kNumSlabs) * kSlabBytes;
+        const uint8_t* source = slabs + (slab % kSlabs) * kSlabBytes;
         const int slab_column = column + (slab % kSlabsPerRow) * kColumns;
         const int slab_row = row + (slab / kSlabsPerRow) * 64;
         if constexpr (kAccumulate) {
