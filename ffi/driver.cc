@@ -87,6 +87,14 @@ ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver) {
   return device;
 }
 
+ffi::ErrorOr<int64_t> NumSms(const Driver& driver) {
+  FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(driver));
+  int num_sms;
+  CU_RETURN_IF_ERROR(
+      driver.cuDeviceGetAttribute(&num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+  return num_sms;
+}
+
 ffi::Error DriverError(const char* expr, const char* file, int line, CUresult result) {
   const char* name = nullptr;
   const char* text = nullptr;

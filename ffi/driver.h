@@ -119,6 +119,9 @@ ffi::ErrorOr<const Driver*> GetDriver();
 // The device of the current context, which XLA sets in every stage that has operands.
 ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver);
 
+// Multiprocessors of that device.
+ffi::ErrorOr<int64_t> NumSms(const Driver& driver);
+
 // An Internal error: expression, file:line, and the driver's name and words for `result`.
 ffi::Error DriverError(const char* expr, const char* file, int line, CUresult result);
 

@@ -1,5 +1,6 @@
 #include "quantize.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "buffers.h"
@@ -13,9 +14,22 @@
 namespace jax_fp8gemm {
 namespace {
 
-// What one CTA does; must agree with Quantizer in cuda/quantize.cuh.
-constexpr int64_t kRowWarps = 4;   // mode "row": each warp takes 16 rows of one k-block
-constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
+// What one CTA does; must agree with QuantizeWalk in cuda/quantize_walk.cuh.
+constexpr int64_t kRowWarps = 4;              // mode "row": each warp takes 16 rows of one k-block
+constexpr int64_t kTileWarps = 8;             // other modes: a CTA takes 128 x 128
+constexpr int64_t kPrefetchingThreads = 512;  // of an SM; their CTAs take tile after tile
+
+int64_t NumThreads(const QuantizeConfig& config) {
+  return 32 * (config.mode == kRow ? kRowWarps : kTileWarps);
+}
+
+// Dynamic shared memory of a CTA: kPrefetchBytes of cuda/swiglu.cuh for each thread.
+int PrefetchBytes(const QuantizeConfig& config) {
+  const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
+  if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
+  const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
+  return static_cast<int>(NumThreads(config) * 8 * num_inputs * 16);
+}
 
 ffi::Error Instantiate(QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
@@ -28,7 +42,7 @@ ffi::Error Instantiate(QuantizeConfig config) {
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
     FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
-    return PrepareKernel(config, QuantizeKernelName, QuantizeKernelSource, 0);
+    return PrepareKernel(config, QuantizeKernelName, QuantizeKernelSource, PrefetchBytes(config));
   });
 }
 
@@ -52,21 +66,27 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
     FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindQuantizeParams(config, x, more, results));
     if (params.m == 0) return CheckEmpty(config, results);
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, 0));
+    const int prefetch_bytes = PrefetchBytes(config);
+    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, prefetch_bytes));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
     dims.grid_y = QuantizeBatchSize(x);
+    dims.block_x = NumThreads(config);
+    dims.dynamic_smem_bytes = prefetch_bytes;
     if (config.mode == kRow) {
       dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, kRowWarps);
-      dims.block_x = 32 * kRowWarps;
     } else {
-      int64_t num_m_blocks = CeilDiv(params.num_columns, kScaleBlock);
+      params.num_m_blocks = CeilDiv(params.num_columns, kScaleBlock);
       if (config.ragged && config.mode == kRowColumn) {
         // Blocks of columns, and at most two more for the ends of the rows of no group.
-        num_m_blocks = (params.m + (kScaleBlock - 1) * (params.num_groups + 2)) / kScaleBlock;
+        params.num_m_blocks =
+            (params.m + (kScaleBlock - 1) * (params.num_groups + 2)) / kScaleBlock;
       }
-      dims.grid_x = num_m_blocks * num_k_blocks;
-      dims.block_x = 32 * kTileWarps;
+      dims.grid_x = params.num_m_blocks * num_k_blocks;
+    }
+    if (prefetch_bytes > 0) {
+      FFI_ASSIGN_OR_RETURN(const int64_t num_sms, NumSms(*driver));
+      dims.grid_x = std::min<int64_t>(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
     }
     void* arguments[] = {&params};
     return LaunchKernel(*driver, kernel, dims, stream, arguments);

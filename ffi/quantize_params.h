@@ -19,6 +19,7 @@ struct QuantizeParams {
   void* transposed;
   void* transposed_scale;
   int32_t m, k;                     // of what is quantised
+  int32_t num_m_blocks;             // tiles down the rows; mode "row": unset
   int32_t num_columns, num_groups;  // ragged
   const int32_t* group_sizes;
   const int32_t* first_row;
@@ -28,7 +29,7 @@ struct QuantizeParams {
   const float* weights;
 };
 
-// Rows of x that one warp takes; must agree with Quantizer in cuda/quantize.cuh.
+// Rows of x that one warp takes; must agree with QuantizeWalk in cuda/quantize_walk.cuh.
 constexpr int64_t kWarpRows = 16;
 
 // Elements of a batch, which only square blocks can have.

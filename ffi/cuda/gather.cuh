@@ -14,6 +14,8 @@ struct GatherSource {
   static constexpr bool kIsCopy = !kIsFp8 && !kIsWeighted;
   using Elements = Fragment<kIsCopy ? kInput : kF32>;
 
+  static constexpr int kPrefetchBytes = 0;
+
   static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
   static __device__ __forceinline__ int k_block(int i, int) { return i; }
 

@@ -79,6 +79,29 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNumRegs));
 }
 
+// Asynchronous copies by threads (PTX ISA, cp.async), which go past the L1.
+
+// Copies 16 bytes to shared memory, from a multiple of 16: the first `num_bytes` of them, then
+// zeros.
+__device__ __forceinline__ void cp_async_16(uint32_t address, const void* source, int num_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// Waits for all copies of this thread, which then sees what they wrote.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// NOTE: volatile, or the compiler moves loads up to the first one, and spills what they read.
+__device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Conversion and storing of accumulators.
 
 // Rounds two f32 to bf16, to nearest even; `low` goes to the lower half.

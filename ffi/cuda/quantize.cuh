@@ -15,9 +15,11 @@
 //
 // The modes of 128x128 blocks take a batch of x too, (b, m, k); each result then has b in front.
 //
-// Work: a warp takes 16 rows of one k-block. "row" needs no more than that, so its warps never
-// meet. In every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and
-// cover each other's loads and barriers; nothing is persistent.
+// Work (quantize_walk.cuh): a warp takes 16 rows of one k-block. In mode "row" warps never meet, in
+// every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and cover
+// each other's loads and barriers. A CTA takes one tile; or, if its source prefetches, tile after
+// tile: each thread copies what its next elements are made of to shared memory of its own, once it
+// has read what was there, and needs no barrier for that.
 //
 // Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
 //   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
@@ -33,19 +35,17 @@
 // Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, a warp the scales of
 // 16 rows. Rows that are not a multiple of 8 long are read and written element by element.
 //
-// Ragged ("column" and "row_column"): the columns of `transposed` are tokens, of which every group
-// starts at a multiple of 128 (groups.cuh); it has num_columns of them, and those of no group are
-// zero. A CTA takes the rows of one block of columns. In "row_column" the rows of no group have
-// CTAs of their own, behind the groups' last block; these store a block of zeros besides.
+// Ragged ("column" and "row_column"): `transposed` has num_columns columns, and those of no token
+// are zero. In "row_column" the CTAs of rows of no group store a block of zeros besides.
 //
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
 #include "gather.cuh"
-#include "groups.cuh"
 #include "quantize_params.cuh"
 #include "quantize_scale.cuh"
 #include "quantize_source.cuh"
+#include "quantize_walk.cuh"
 #include "swiglu.cuh"
 
 namespace jax_fp8gemm {
@@ -57,86 +57,108 @@ struct Quantizer {
   static constexpr bool kStoresRows = kMode != kColumn && kMode != kBlockTransposed;
   static constexpr bool kStoresColumns = kMode != kRow && kMode != kBlock;
 
-  static constexpr int kScaleBlock = 128;
-  static constexpr int kWarpRows = 2 * kFragmentRows;
-  static constexpr int kNumWarps = kMode == kRow ? 4 : kScaleBlock / kWarpRows;
-  static constexpr int kNumThreads = kNumWarps * 32;
-  // Tiles that follow each other down the rows of x before the next k-block: CTAs that run together
-  // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
-  static constexpr int kRaster = 4;
-
-  using Source = QuantizeSource<Config::kSource, Config::kInput>;
+  using Walk = QuantizeWalk<Config>;
+  using Source = typename Walk::Source;
   using Elements = typename Source::Elements;
-  // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
-  static constexpr int kMinCtas =
-      (Elements::kElemBytes == 4 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
+
+  static constexpr int kScaleBlock = Walk::kScaleBlock;
+  static constexpr int kNumWarps = Walk::kNumWarps;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr bool kPrefetches = Source::kPrefetchBytes > 0;
 
   struct SharedStorage {
-    alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
+    union {  // NOTE: with both, two CTAs that prefetch for gradients would not fit an SM
+      alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
+      alignas(16) uint2 transposed[kScaleBlock][16];
+    };
     alignas(16) float column_factor[2][16][4];  // of column 8 l + 4 h + j at [h][l][j]
-    alignas(16) uint2 transposed[kScaleBlock][16];
     uint32_t warp_amax[kNumWarps];
   };
   static_assert(sizeof(SharedStorage) <= 48 * 1024, "static shared memory is limited to 48 KiB");
 
+  // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
+  static constexpr int kMinCtas =
+      (Elements::kElemBytes == 4 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
+  // An SM has 228 KiB of shared memory, of which the system takes 1 KiB a CTA.
+  static_assert(kMinCtas * ((kStoresColumns ? sizeof(SharedStorage) : 0) +
+                            Source::kPrefetchBytes * kNumThreads + 1024) <=
+                    228 * 1024,
+                "the shared memory of an SM must hold its CTAs'");
+
   const QuantizeParams& params;
   SharedStorage& shared;
   const int lane, warp;
-  int first_row, first_column;  // the warp's rows, the CTA's or warp's k-block
-  int row_end;                  // rows from here on are not the CTA's, or not there
+  typename Walk::Place place;
   Elements elements;
 
   __device__ __forceinline__ int half() const { return lane / 16; }
   __device__ __forceinline__ int chunk() const { return lane % 16; }
-  __device__ __forceinline__ int row() const { return first_row + half() * kFragmentRows; }
-  __device__ __forceinline__ int column() const {
-    return first_column + chunk() * kFragmentColumns;
+  __device__ __forceinline__ int row(const typename Walk::Place& of) const {
+    return of.first_row + half() * kFragmentRows;
+  }
+  __device__ __forceinline__ int column(const typename Walk::Place& of) const {
+    return of.first_column + chunk() * kFragmentColumns;
   }
 
   // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
   template <bool kIsAligned>
-  __device__ __forceinline__ void run_warp() {
-    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
-    const int unit = blockIdx.x * kNumWarps + warp;
-    first_row = unit / num_k_blocks * kWarpRows;
-    first_column = Source::k_block(unit % num_k_blocks, num_k_blocks) * kScaleBlock;
-    row_end = params.m;
-    if (first_row >= params.m) return;
-    fill<kIsAligned>();
-    quantize_rows<kIsAligned>();
+  __device__ __forceinline__ void run() {
+    const Walk walk = {params, warp};
+    place = walk.find(blockIdx.x);
+    if constexpr (!kPrefetches) {
+      fill<kIsAligned>();
+      quantize<kIsAligned>();
+    } else {
+      const unsigned num_units = walk.count();
+      prefetch<kIsAligned>(place);
+#pragma unroll 1
+      for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+        fill<kIsAligned>();
+        typename Walk::Place next = place;
+        if (unit + gridDim.x < num_units) {
+          next = walk.find(unit + gridDim.x);
+          prefetch<kIsAligned>(next);
+        }
+        if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+        quantize<kIsAligned>();
+        place = next;
+      }
+    }
   }
 
   template <bool kIsAligned>
-  __device__ __forceinline__ void run_tile() {
-    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
-    const int num_m_blocks = gridDim.x / num_k_blocks;
-    const int group_tiles = kRaster * num_k_blocks;
-    const int group_start = blockIdx.x / group_tiles * kRaster;
-    const int group_rows = min(kRaster, num_m_blocks - group_start);
-    const int m_block = group_start + blockIdx.x % group_tiles % group_rows;
-    const int k_block = Source::k_block(blockIdx.x % group_tiles / group_rows, num_k_blocks);
-    first_column = k_block * kScaleBlock;
-    bool is_of_group = true;
-    if constexpr (Config::kIsRagged) {
-      is_of_group = find_rows(m_block);
-      if (!kStoresRows && !is_of_group) row_end = 0;
-    } else {
-      first_row = m_block * kScaleBlock + warp * kWarpRows;
-      row_end = params.m;
-    }
-    fill<kIsAligned>();
+  __device__ __forceinline__ void prefetch(const typename Walk::Place& next) const {
+    if constexpr (kIsAligned) Source::prefetch(params, row(next), column(next), next.row_end);
+  }
 
+  template <bool kIsAligned>
+  __device__ __forceinline__ void fill() {
+    Source::template fill<kIsAligned>(elements, params, row(place), column(place), place.row_end);
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize() {
+    if constexpr (kMode == kRow) {
+      quantize_rows<kIsAligned>();
+    } else {
+      quantize_tile<kIsAligned>();
+    }
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize_tile() {
+    const int m_block = place.m_block;
     if constexpr (kIsBlock) {
       const BlockScale block = reduce_block();
-      if (threadIdx.x == 0) store_block_scale(block.scale, m_block, k_block);
+      if (threadIdx.x == 0) store_block_scale(block.scale, m_block, place.k_block);
       const float factors[8] = {block.factor, block.factor, block.factor, block.factor,
                                 block.factor, block.factor, block.factor, block.factor};
       if constexpr (kStoresRows) store_rows<kIsAligned>(factors);
       if constexpr (kStoresColumns) stage_columns(factors);
     } else {
-      if (is_of_group) share_column_amax();
+      if (place.is_of_group) share_column_amax();
       if constexpr (kStoresRows) quantize_rows<kIsAligned>();
-      if (!is_of_group) {
+      if (!place.is_of_group) {
         if (m_block * kScaleBlock >= params.num_columns) return;
         elements.clear();  // of a block of zeros
         share_column_amax();
@@ -157,40 +179,6 @@ struct Quantizer {
     }
   }
 
-  // Sets the rows of the m_block-th block of columns, and whether they are of a group. Behind the
-  // groups come the rows before the first one and after the last, then none.
-  __device__ __forceinline__ bool find_rows(int m_block) {
-    const unsigned m = params.m;
-    const unsigned start = min(max(__ldg(params.first_row), 0), params.m);
-    GroupScan scan = {start, 0};
-    for (int first = 0; first < params.num_groups; first += 32) {
-      const int before = scan.blocks_before;
-      scan.next(params.group_sizes, first, params.num_groups, m, 0, kScaleBlock);
-      const unsigned found = __ballot_sync(0xffffffff, int(scan.blocks_end) > m_block);
-      if (found == 0) continue;
-      const int source = __ffs(found) - 1;
-      const int previous = __shfl_sync(0xffffffff, int(scan.blocks_end), max(source - 1, 0));
-      const int in_group = m_block - (source > 0 ? previous : before);
-      first_row = int(__shfl_sync(0xffffffff, scan.begin, source)) + in_group * kScaleBlock +
-                  warp * kWarpRows;
-      row_end = int(__shfl_sync(0xffffffff, scan.end, source));
-      return true;
-    }
-    const int rest = m_block - int(scan.blocks_before);
-    const int blocks_before_groups = ceil_div(start, kScaleBlock);
-    const bool is_before = rest < blocks_before_groups;
-    first_row = (is_before ? rest * kScaleBlock
-                           : int(scan.rows_before) + (rest - blocks_before_groups) * kScaleBlock) +
-                warp * kWarpRows;
-    row_end = is_before ? int(start) : params.m;
-    return false;
-  }
-
-  template <bool kIsAligned>
-  __device__ __forceinline__ void fill() {
-    Source::template fill<kIsAligned>(elements, params, row(), column(), row_end);
-  }
-
   // Scales, rounds and stores the warp's rows.
   template <bool kIsAligned>
   __device__ __forceinline__ void quantize_rows() {
@@ -199,9 +187,9 @@ struct Quantizer {
     for (int i = 0; i < kFragmentRows; ++i) amax[i] = elements.row_amax(i);
     // Lanes 2 r and 2 r + 1 get row r of the warp's 16.
     const BlockScale block = block_scale<Config>(reduce_rows(amax, lane));
-    const int scale_row = first_row + lane / 2;
-    if (lane % 2 == 0 && scale_row < row_end) {
-      const int64_t k_block = first_column / kScaleBlock;
+    const int scale_row = place.first_row + lane / 2;
+    if (lane % 2 == 0 && scale_row < place.row_end) {
+      const int64_t k_block = place.first_column / kScaleBlock;
       params.scale[k_block * params.m + scale_row] = block.scale;
     }
     float factors[kFragmentRows];
@@ -215,14 +203,15 @@ struct Quantizer {
   // Rounds by rows; factors[i] belongs to row i of the fragment.
   template <bool kIsAligned>
   __device__ __forceinline__ void store_rows(const float (&factors)[kFragmentRows]) {
-    const int num_rows = row_end - row();  // may be negative
-    uint8_t* target = params.values + static_cast<int64_t>(row()) * params.k + column();
+    const int num_rows = place.row_end - row(place);  // may be negative
+    const int64_t first = static_cast<int64_t>(row(place)) * params.k + column(place);
+    uint8_t* target = params.values + first;
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) {
       float x[8];
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) x[j] = mul_rn(elements.at(i, j), factors[i]);
-      const int count = i < num_rows ? params.k - column() : 0;
+      const int count = i < num_rows ? params.k - column(place) : 0;
       store_8_bytes<kIsAligned>(target, round_fp8x8<Config::kE5M2>(x), count);
       target += params.k;
     }
@@ -258,8 +247,8 @@ struct Quantizer {
     }
     const BlockScale block = block_scale<Config>(Elements::f32_bits(amax, j));
     shared.column_factor[j / 4][c / 8][j % 4] = block.factor;
-    if (first_column + c < params.k) {
-      params.transposed_scale[static_cast<int64_t>(m_block) * params.k + first_column + c] =
+    if (place.first_column + c < params.k) {
+      params.transposed_scale[static_cast<int64_t>(m_block) * params.k + place.first_column + c] =
           block.scale;
     }
   }
@@ -308,12 +297,12 @@ struct Quantizer {
     const int first_byte = tile_row + 8 * unit;
     const int num_columns = Config::kIsRagged ? params.num_columns : params.m;
     uint8_t* target = params.transposed + first_byte +
-                      static_cast<int64_t>(first_column + threadIdx.x / 16) * num_columns;
+                      static_cast<int64_t>(place.first_column + threadIdx.x / 16) * num_columns;
 #pragma unroll
     for (int i = 0; i < kScaleBlock / kRowsAtOnce; ++i) {
       const int c = threadIdx.x / 16 + i * kRowsAtOnce;
       const uint2 bytes = shared.transposed[c][unit ^ (c / 8)];
-      const int count = first_column + c < params.k ? num_columns - first_byte : 0;
+      const int count = place.first_column + c < params.k ? num_columns - first_byte : 0;
       store_8_bytes<kIsAligned>(target, bytes, count);
       target += static_cast<int64_t>(kRowsAtOnce) * num_columns;
     }
@@ -336,9 +325,5 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
 
   const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
                           (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
-  if constexpr (Config::kMode == jax_fp8gemm::kRow) {
-    is_aligned ? quantizer.template run_warp<true>() : quantizer.template run_warp<false>();
-  } else {
-    is_aligned ? quantizer.template run_tile<true>() : quantizer.template run_tile<false>();
-  }
+  is_aligned ? quantizer.template run<true>() : quantizer.template run<false>();
 }

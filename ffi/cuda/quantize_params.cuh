@@ -22,7 +22,8 @@ struct QuantizeParams {
   float* scale;
   uint8_t* transposed;
   float* transposed_scale;
-  int m, k;  // of what is quantised
+  int m, k;          // of what is quantised
+  int num_m_blocks;  // tiles down the rows; mode "row": unset
   // Ragged.
   int num_columns, num_groups;
   const int* group_sizes;

@@ -4,6 +4,8 @@
 //   Elements               the fragment
 //   is_aligned(k)          whether rows of k results are read by 16 bytes and written by 8
 //   k_block(i, n)          the i-th of n k-blocks, in the order in which CTAs take them
+//   kPrefetchBytes         dynamic shared memory of a thread, for what makes its next fragment
+//   prefetch(...)          starts to copy that, if kPrefetchBytes > 0 and rows are aligned
 //   fill<kIsAligned>(...)  sets rows `row`.. and columns `column`.. of what is quantised, (m, k);
 //                          zeros from row_end and from column k on
 #pragma once
@@ -21,6 +23,8 @@ struct QuantizeSource;
 template <int kInput>
 struct QuantizeSource<kPlain, kInput> {
   using Elements = Fragment<kInput>;
+
+  static constexpr int kPrefetchBytes = 0;
 
   static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
   static __device__ __forceinline__ int k_block(int i, int) { return i; }

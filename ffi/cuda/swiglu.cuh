@@ -27,15 +27,15 @@ struct Sigmoid {
 
 // Relative errors below 2^-20, of both.
 __device__ __forceinline__ Sigmoid sigmoid(float x) {
-  constexpr float kLog2E = 1.44269502f, kLog2ELow = 1.92596303e-8f;  // their sum is log2(e)
-  constexpr float kLn2 = 0.693147182f;
+  constexpr float kLog2E = 1.44269502f, kLn2 = 0.693147182f;
   // At the bounds exp is 2^126.2, the inverse of which is 0, or 0. A NaN is lost; silu keeps it.
   const float clamped = fminf(fmaxf(x, -87.5f), 87.5f);
   const float power = mul_rn(clamped, -kLog2E);
-  // NOTE: the rounding of `power` alone makes an error of 2^-20 in exp at x = -16.
-  const float lost = fma_rn(clamped, -kLog2ELow, fma_rn(clamped, -kLog2E, -power));
+  // exp(-clamped) = 2^power (1 + lost). NOTE: without that, the roundings of kLog2E and of `power`
+  // make an error of 2^-20 at x = -16.
+  const float lost = fma_rn(power, -kLn2, -clamped);
   float exp = ex2_approx(power);
-  exp = fma_rn(exp, mul_rn(lost, kLn2), exp);
+  exp = fma_rn(exp, lost, exp);
   const float sigma = rcp_approx(add_rn(1.0f, exp));
   return {sigma, mul_rn(exp, sigma)};  // 1 - sigma would cancel
 }
@@ -61,10 +61,25 @@ struct SwigluSource {
   using Elements = Fragment<kF32>;
   using Part = SwigluPart;
 
+  // f32 is not prefetched: only one CTA would fit an SM.
+  static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
+
   static __device__ __forceinline__ bool is_aligned(int k) { return k % (kIsGrad ? 16 : 8) == 0; }
 
   static __device__ __forceinline__ int k_block(int i, int num_k_blocks) {
     return kIsGrad ? i / 2 + i % 2 * ceil_div(num_k_blocks, 2) : i;
+  }
+
+  static __device__ __forceinline__ void prefetch(const QuantizeParams& params, int row, int column,
+                                                  int row_end) {
+    const int f = kIsGrad ? params.k / 2 : params.k;
+    if constexpr (!kIsGrad) {
+      prefetch_part<Part::kH>(params, row, column, row_end, f);
+    } else if (column < f) {
+      prefetch_part<Part::kDgate>(params, row, column, row_end, f);
+    } else {
+      prefetch_part<Part::kDup>(params, row, column - f, row_end, f);
+    }
   }
 
   template <bool kIsAligned>
@@ -83,10 +98,62 @@ struct SwigluSource {
   }
 
  private:
-  // Columns `column`.. of one part, of its f. NOTE: the branch, which is all but always taken,
-  // keeps ptxas from computing before all loads are under way.
+  enum Operand { kGate, kUp, kDh };
+
+  // Where a row of an operand is prefetched to. The 16 bytes of a warp's lanes are neighbours.
+  static __device__ __forceinline__ uint32_t address(Operand operand, int row) {
+    extern __shared__ uint4 prefetched[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return smem_address(prefetched) + warp * 32 * kPrefetchBytes +
+           (operand * kFragmentRows + row) * 512 + lane * 16;
+  }
+
+  // Columns `column`.. of one part, of its f.
+  template <Part kPart>
+  static __device__ __forceinline__ void prefetch_part(const QuantizeParams& params, int row,
+                                                       int column, int row_end, int f) {
+    const int num_rows = column < f ? row_end - row : 0;  // may be negative
+    copy_rows(kGate, params.x, row, column, num_rows, 2 * f);
+    if constexpr (kPart != Part::kDup) copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
+    if constexpr (kPart != Part::kH) copy_rows(kDh, params.dh, row, column, num_rows, f);
+  }
+
+  // Starts to copy 8 columns of the fragment's rows; zeros from the num_rows-th on.
+  static __device__ __forceinline__ void copy_rows(Operand operand, const uint8_t* x, int row,
+                                                   int column, int num_rows, int stride) {
+    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      cp_async_16(address(operand, i), source, i < num_rows ? 16 : 0);
+      source += static_cast<int64_t>(stride) * 2;
+    }
+  }
+
+  // Columns `column`.. of one part, of its f.
   template <Part kPart>
   static __device__ __forceinline__ void fill_part(Elements& elements, const QuantizeParams& params,
+                                                   int row, int column, int row_end, int f) {
+    if constexpr (kPrefetchBytes > 0) {
+      cp_async_wait_all();
+#pragma unroll
+      for (int i = 0; i < kFragmentRows; ++i) {
+        Fragment<kInput, 1> gate, up, dh;
+        up.clear();
+        dh.clear();
+        load_shared_16(gate.words[0][0], address(kGate, i));
+        if constexpr (kPart != Part::kDup) load_shared_16(up.words[0][0], address(kUp, i));
+        if constexpr (kPart != Part::kH) load_shared_16(dh.words[0][0], address(kDh, i));
+        set_rows<kPart>(elements, i, gate, up, dh);
+      }
+    } else {
+      load_part<kPart>(elements, params, row, column, row_end, f);
+    }
+  }
+
+  // NOTE: the branch, which is all but always taken, keeps ptxas from computing before all loads
+  // are under way.
+  template <Part kPart>
+  static __device__ __forceinline__ void load_part(Elements& elements, const QuantizeParams& params,
                                                    int row, int column, int row_end, int f) {
     constexpr int kRowsAtOnce = 2;
 #pragma unroll
@@ -107,14 +174,20 @@ struct SwigluSource {
 #pragma unroll
         for (int j = 0; j < kFragmentColumns; ++j) elements.set(first + i, j, 0.0f);
       }
-      if (has_rows) {
+      if (has_rows) set_rows<kPart>(elements, first, gate, up, dh);
+    }
+  }
+
+  template <Part kPart, int kRows>
+  static __device__ __forceinline__ void set_rows(Elements& elements, int first,
+                                                  const Fragment<kInput, kRows>& gate,
+                                                  const Fragment<kInput, kRows>& up,
+                                                  const Fragment<kInput, kRows>& dh) {
 #pragma unroll
-        for (int i = 0; i < kRowsAtOnce; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-          for (int j = 0; j < kFragmentColumns; ++j) {
-            elements.set(first + i, j, swiglu<kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
-          }
-        }
+      for (int j = 0; j < kFragmentColumns; ++j) {
+        elements.set(first + i, j, swiglu<kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
       }
     }
   }
