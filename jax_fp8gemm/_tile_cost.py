@@ -20,7 +20,7 @@ _L2_BYTES_PER_CLOCK = 50  # L2 to one multiprocessor, all of them loading
 _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long copy reaches 4.2e6
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
-_STORE_BYTES_PER_CLOCK_NARROW = 24  # in rows of 64 bytes: bf16 where 64 does not divide block_n
+_STORE_BYTES_PER_CLOCK_NARROW = 21  # in rows of 64 bytes: bf16 where 64 does not divide block_n
 _TILE_CLOCKS = 300
 # Part of the tensor cores' rate that the main loop reaches. 1d1d reads a scale for every column and
 # promotes with twice as many instructions; two consumers of 256 columns have no registers left to
