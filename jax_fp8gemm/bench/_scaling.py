@@ -26,8 +26,8 @@ class Rates:
     dense_tflops: Number = 1028.0  # a SwiGLU MLP with all quantisation
     bf16_tflops: Number = 676.0
     attention_tflops: Number = 450.0  # assumed
-    expert_tflops: Number = 1113.0
-    weight_ps: Number = 1.667  # for each weight of an expert, whatever its rows
+    expert_tflops: Number = 1029.0
+    weight_ps: Number = 1.777  # for each weight of an expert, whatever its rows
     bf16_expert_tflops: Number = 90.0  # jax.lax.ragged_dot
     gather_gbps: Number = RATES["all_gather"] / 1e9  # and reduce_scatter, into a GPU
     all_to_all_gbps: Number = RATES["all_to_all"] / 1e9
