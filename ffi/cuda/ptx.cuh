@@ -94,7 +94,7 @@ __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// NOTE: volatile, or the compiler moves loads up to the first one, and spills what they read.
+// Loads 16 bytes of shared memory, from a multiple of 16.
 __device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

@@ -26,7 +26,6 @@ struct QuantizeWalk {
 
   using Source = QuantizeSource<Config::kSource, Config::kInput>;
 
-  // What a warp takes.
   struct Place {
     int first_row, first_column;  // of the warp; its k-block
     int row_end;                  // rows from here on are not the CTA's, or not there
@@ -37,7 +36,7 @@ struct QuantizeWalk {
   const QuantizeParams& params;
   const int warp;
 
-  // Units of work: what one CTA takes at a time.
+  // Units, of which a CTA takes one at a time.
   __device__ __forceinline__ int count() const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
@@ -47,7 +46,7 @@ struct QuantizeWalk {
     }
   }
 
-  // Of a unit.
+  // What this warp takes of a unit.
   __device__ __forceinline__ Place find(unsigned unit) const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
