@@ -103,13 +103,7 @@ struct Batches {
     const int sub = batch % Tile::kSubs;
     const uint32_t lhs = lhs_stage + sub % Tile::kMSubs * 512;
     const uint32_t rhs = rhs_stage + sub / Tile::kMSubs * (Config::kSubN * 8);
-    float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
-    wgmma_fence();
-    Wgmma<Config::kSubN>::template run<true>(d, lhs, rhs);
-#pragma unroll
-    for (int step = 1; step < 4; ++step)
-      Wgmma<Config::kSubN>::template run<false>(d, lhs + step * 2, rhs + step * 2);
-    wgmma_commit();
+    multiply_k_block<Config::kSubN>(accum[batch % Config::kNumAccums], lhs, rhs);
   }
 
   // Promotes one finished batch; gives the stage back with the last one of a k-block.

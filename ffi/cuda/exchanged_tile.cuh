@@ -67,13 +67,7 @@ struct ExchangedTile {
       bool is_full;
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
-        wgmma_fence();
-        Wgmma<kRows>::template run<true, true>(accum, rhs + sub * 512, lhs);
-#pragma unroll
-        for (int step = 1; step < 4; ++step)
-          Wgmma<kRows>::template run<false, true>(accum, rhs + sub * 512 + step * 2,
-                                                  lhs + step * 2);
-        wgmma_commit();
+        multiply_k_block<kRows, true>(accum, rhs + sub * 512, lhs);
         if (sub == 0) read_scales<kRows>(scale, stage, shift);
         wgmma_wait<0>();
         if (sub == kSubs - 1) {

@@ -144,4 +144,18 @@ JAX_FP8GEMM_WGMMA(192, 96, "%96", "%97", "%98")
 #undef JAX_FP8GEMM_WGMMA_TYPES
 #undef JAX_FP8GEMM_DESCRIPTOR_UPPER
 
+// Queues the product of one k-block, 128 of k, as a group of its own.
+template <int kN, bool kExchanged = false>
+__device__ __forceinline__ void multiply_k_block(float (&d)[kN / 2], uint32_t lhs_descriptor,
+                                                 uint32_t rhs_descriptor) {
+  wgmma_fence();
+  Wgmma<kN>::template run<true, kExchanged>(d, lhs_descriptor, rhs_descriptor);
+#pragma unroll
+  for (int step = 1; step < 4; ++step) {
+    Wgmma<kN>::template run<false, kExchanged>(d, lhs_descriptor + step * 2,
+                                               rhs_descriptor + step * 2);
+  }
+  wgmma_commit();
+}
+
 }  // namespace jax_fp8gemm
