@@ -87,8 +87,7 @@ ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver) {
   return device;
 }
 
-ffi::ErrorOr<int64_t> NumSms(const Driver& driver) {
-  FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(driver));
+ffi::ErrorOr<int> NumSms(const Driver& driver, CUdevice device) {
   int num_sms;
   CU_RETURN_IF_ERROR(
       driver.cuDeviceGetAttribute(&num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));

@@ -119,8 +119,8 @@ ffi::ErrorOr<const Driver*> GetDriver();
 // The device of the current context, which XLA sets in every stage that has operands.
 ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver);
 
-// Multiprocessors of that device.
-ffi::ErrorOr<int64_t> NumSms(const Driver& driver);
+// Multiprocessors of a device.
+ffi::ErrorOr<int> NumSms(const Driver& driver, CUdevice device);
 
 // An Internal error: expression, file:line, and the driver's name and words for `result`.
 ffi::Error DriverError(const char* expr, const char* file, int line, CUresult result);

@@ -65,15 +65,14 @@ nb::dict Registrations() {
 ffi::ErrorOr<nb::dict> DescribeDevice(const Driver& driver, int ordinal) {
   CUdevice device;
   char name[256] = {};
-  int major, minor, num_sms;
+  int major, minor;
   CU_RETURN_IF_ERROR(driver.cuDeviceGet(&device, ordinal));
   CU_RETURN_IF_ERROR(driver.cuDeviceGetName(name, sizeof(name), device));
   CU_RETURN_IF_ERROR(
       driver.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device));
   CU_RETURN_IF_ERROR(
       driver.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device));
-  CU_RETURN_IF_ERROR(
-      driver.cuDeviceGetAttribute(&num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+  FFI_ASSIGN_OR_RETURN(const int num_sms, NumSms(driver, device));
   nb::dict info;
   info["name"] = name;
   info["compute_capability"] = nb::make_tuple(major, minor);

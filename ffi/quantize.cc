@@ -15,9 +15,11 @@ namespace jax_fp8gemm {
 namespace {
 
 // What one CTA does; must agree with QuantizeWalk in cuda/quantize_walk.cuh.
-constexpr int64_t kRowWarps = 4;              // mode "row": each warp takes 16 rows of one k-block
-constexpr int64_t kTileWarps = 8;             // other modes: a CTA takes 128 x 128
-constexpr int64_t kPrefetchingThreads = 512;  // of an SM; their CTAs take tile after tile
+constexpr int64_t kRowWarps = 4;   // mode "row": each warp takes 16 rows of one k-block
+constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
+
+// Of the CTAs that fit an SM where they prefetch: kMinCtas in cuda/quantize.cuh.
+constexpr unsigned kPrefetchingThreads = 512;
 
 int64_t NumThreads(const QuantizeConfig& config) {
   return 32 * (config.mode == kRow ? kRowWarps : kTileWarps);
@@ -85,8 +87,9 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
       dims.grid_x = params.num_m_blocks * num_k_blocks;
     }
     if (prefetch_bytes > 0) {
-      FFI_ASSIGN_OR_RETURN(const int64_t num_sms, NumSms(*driver));
-      dims.grid_x = std::min<int64_t>(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
+      FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(*driver));
+      FFI_ASSIGN_OR_RETURN(const int num_sms, NumSms(*driver, device));
+      dims.grid_x = std::min(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
     }
     void* arguments[] = {&params};
     return LaunchKernel(*driver, kernel, dims, stream, arguments);

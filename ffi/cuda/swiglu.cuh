@@ -61,6 +61,7 @@ struct SwigluSource {
   using Elements = Fragment<kF32>;
   using Part = SwigluPart;
 
+  static constexpr int kBytes = Fragment<kInput>::kElemBytes;
   // f32 is not prefetched: only one CTA would fit an SM.
   static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
 
@@ -121,11 +122,11 @@ struct SwigluSource {
   // Starts to copy 8 columns of the fragment's rows; zeros from the num_rows-th on.
   static __device__ __forceinline__ void copy_rows(Operand operand, const uint8_t* x, int row,
                                                    int column, int num_rows, int stride) {
-    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * 2;
+    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * kBytes;
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) {
       cp_async_16(address(operand, i), source, i < num_rows ? 16 : 0);
-      source += static_cast<int64_t>(stride) * 2;
+      source += static_cast<int64_t>(stride) * kBytes;
     }
   }
 
@@ -197,7 +198,6 @@ struct SwigluSource {
   static __device__ __forceinline__ void fill_by_elements(Elements& elements,
                                                           const QuantizeParams& params, int row,
                                                           int column, int row_end, int f) {
-    constexpr int kBytes = Fragment<kInput>::kElemBytes;
     elements.clear();
 #pragma unroll 1
     for (int i = 0; i < kFragmentRows; ++i) {
