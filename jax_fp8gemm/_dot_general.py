@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
-from jax_fp8gemm._matmul import products
-from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, spec_of
+from jax_fp8gemm._contract import Dims, contract
+from jax_fp8gemm._explicit import check_out_sharding
+from jax_fp8gemm._matmul_spec import check_precision, make_spec, out_spec_of
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import check_unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-Dims = tuple[int, ...]
 
 
 def dot_general(
@@ -76,9 +72,8 @@ def dot_general(
     )
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs)
-    operands = jnp.asarray(lhs), jnp.asarray(rhs)
-    out_spec = partial(spec_of, xla, spec.out_dtype, *operands)
-    return with_auto_axes(partial(_contract, spec, dims), operands, out_spec)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
 
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -111,28 +106,3 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
         if [lhs.shape[d] for d in lhs_dims] != [rhs.shape[d] for d in rhs_dims]:
             raise ValueError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
-
-
-def _contract(spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs_free = _free(lhs, lhs_contract, lhs_batch)
-    rhs_free = _free(rhs, rhs_contract, rhs_batch)
-    shape = (
-        *(lhs.shape[d] for d in (*lhs_batch, *lhs_free)),
-        *(rhs.shape[d] for d in rhs_free),
-    )
-    each = lambda dims: [(d,) for d in dims]
-    lhs = _fold(lhs, *each(lhs_batch), *(each(lhs_free) or [()]), lhs_contract)
-    rhs = _fold(rhs, *each(rhs_batch), rhs_contract, rhs_free)
-    return products(spec, lhs, rhs, len(lhs_batch)).reshape(shape)
-
-
-def _free(x: jax.Array, contract: Dims, batch: Dims) -> Dims:
-    return tuple(d for d in range(x.ndim) if d not in contract and d not in batch)
-
-
-def _fold(x: jax.Array, *groups: Dims) -> jax.Array:
-    """Transposes to the order of `groups` and makes one dimension of each."""
-    shape = [math.prod(x.shape[d] for d in group) for group in groups]
-    return x.transpose([d for group in groups for d in group]).reshape(shape)

@@ -63,7 +63,8 @@ def forward(
     gate_up = name_residual("out", gemm_as(into, into.out_dtype, rows, w.gate_up, *groups))
     with_columns = is_differentiated and down.rhs_dtype is not None
     h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=with_columns, **args)
-    out = name_residual("out", gemm_as(down, down.out_dtype, h, w.down, *groups))
+    out = gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
+    out = name_residual("out", out)
     return out, (name_residual("lhs", h_columns), gate_up)
 
 
@@ -85,7 +86,7 @@ def backward(
     has_gradient = into.rhs_dtype is not None
     rows, da_columns = swiglu_grad_quantize(gate_up, dh, *groups, with_columns=has_gradient, **args)
     with jax.named_scope("dlhs"):
-        dx = gemm_as(into, into.lhs_dtype, rows, w.gate_up, *groups)
+        dx = gemm_as(into, into.lhs_dtype, rows, w.gate_up, *groups, into.shardings.lhs)
     with jax.named_scope("drhs"):
         dw_gate_up = _wgrad(into, x_columns, da_columns, groups)
         dw_down = _wgrad(down, h_columns, dout_columns, groups)
@@ -95,4 +96,4 @@ def backward(
 def _wgrad(spec: MatmulSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
     if spec.rhs_dtype is None:
         return None
-    return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0])
+    return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0], spec.shardings.rhs)

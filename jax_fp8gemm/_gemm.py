@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import result_specs, with_auto_axes
-from jax_fp8gemm._gemm_primitive import gemm_p, partition_rule
+from jax_fp8gemm._gemm_primitive import gemm_p
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 
@@ -70,11 +69,13 @@ def gemm(
     implementation: Implementation = None,
     accum: jax.Array | None = None,
     reduce_dtype: Any = jnp.float32,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
     as rhs has after the first, the last of whole scale blocks.
 
     reduce_dtype: of the partial sums that devices add where a mesh cuts k.
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
     """
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
     operands += [] if accum is None else [accum]
@@ -85,6 +86,6 @@ def gemm(
         reduce_dtype=jnp.dtype(reduce_dtype),
     )
     operands = [jnp.asarray(x) for x in operands]
-    out_specs = lambda: result_specs(partition_rule(*operands, **params), operands)
-    run = partial(gemm_p, implementation=implementation, **params)
-    return with_auto_axes(run, operands, out_specs)[0]
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return gemm_p(*operands, **how, **params)[0]

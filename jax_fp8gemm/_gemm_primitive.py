@@ -183,7 +183,7 @@ def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
     return [out.reshape(*rows, size, n)], [len(rows)]
 
 
-def partition_rule(
+def _partition_rule(
     *operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype
 ) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
@@ -215,6 +215,6 @@ gemm_p = define_primitive(
     reference=_folded(reference),
     ffi_call=_folded(_ffi_call),
     batch_rule=_batch_rule,
-    partition_rule=partition_rule,
+    partition_rule=_partition_rule,
     run_shard=_run_shard,
 )

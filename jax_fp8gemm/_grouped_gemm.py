@@ -11,16 +11,15 @@ A group's result has the bits of scaled_matmul of that group alone.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_choice, _tile_config
-from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES
 from jax_fp8gemm._gemm_primitive import reference
 from jax_fp8gemm._mesh_axes import constant_like
@@ -95,18 +94,20 @@ def grouped_gemm(
     out_dtype: Any,
     implementation: Implementation = None,
     reduce_dtype: Any = jnp.float32,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,).
 
     reduce_dtype: of the partial sums that devices add where a mesh cuts k, or g.
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
     """
     sizes = _groups.as_int32(group_sizes)
     operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
     params = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
-    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands)
-    run = partial(grouped_gemm_p, implementation=implementation, **params)
-    return with_auto_axes(run, operands, out_specs)[0]
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return grouped_gemm_p(*operands, **how, **params)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):

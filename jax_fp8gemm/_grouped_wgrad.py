@@ -9,15 +9,14 @@ A group's result has the bits of scaled_matmul of that group alone.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_choice, _tile_config
-from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._gemm import OUT_DTYPES
 from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
@@ -93,16 +92,19 @@ def grouped_wgrad(
     out_dtype: Any,
     implementation: Implementation = None,
     accum: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """scaled_ragged_wgrad without the checks."""
+    """scaled_ragged_wgrad without the checks.
+
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    """
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, _groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     operands = [jnp.asarray(x) for x in operands]
     params = dict(out_dtype=jnp.dtype(out_dtype))
-    results = lambda: _shape_rule(*operands, **params)
-    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands, results())
-    run = partial(grouped_wgrad_p, implementation=implementation, **params)
-    return with_auto_axes(run, operands, out_specs)[0]
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return grouped_wgrad_p(*operands, **how, **params)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):

@@ -1,15 +1,4 @@
-"""matmul: bf16, f16 or f32 in and out, FP8 inside, with its own derivatives.
-
-For lhs (m, k), rhs (k, n) and the cotangent dout (m, n), each product reads both of its operands
-along the contraction; in brackets their scale blocks:
-
-    out  = lhs    [1x128 along k] . rhs    [128x128]          1d2d
-    dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d, the very values of out's rhs
-    drhs = lhs^T  [1x128 along m] . dout   [1x128 along m]    1d1d
-
-Accumulation is f32 throughout. lhs and dout are each read once for both of their quantisations.
-What the backward pass keeps is FP8 with its scales, under the names of CHECKPOINT_NAMES.
-"""
+"""matmul: bf16, f16 or f32 in and out, FP8 inside, with its own derivatives (_product.py)."""
 
 from __future__ import annotations
 
@@ -19,25 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
-from jax_fp8gemm._gemm import gemm
-from jax_fp8gemm._matmul_spec import (
-    MatmulSpec,
-    check_precision,
-    kernel_dtype,
-    make_spec,
-    name_residual,
-    quantize_args,
-    spec_of,
-)
-from jax_fp8gemm._mesh_axes import match_varying
-from jax_fp8gemm._quantize import Implementation, quantize, rows_and_columns
+from jax_fp8gemm._contract import contract
+from jax_fp8gemm._explicit import check_out_sharding, reshape, reshard
+from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, out_spec_of
+from jax_fp8gemm._mesh_axes import settle
+from jax_fp8gemm._product import product, products
+from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
+from jax_fp8gemm._weights import check_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -114,17 +96,26 @@ def matmul(
     )
     if xla_precision is not None or not recipe.is_fp8:
         return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
-    operands = jax.tree.map(jnp.asarray, (lhs, rhs))
-    out_spec = partial(spec_of, xla, spec.out_dtype, *operands)
-    return with_auto_axes(partial(_broadcast_product, spec), operands, out_spec)
+    lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
+    out_spec = out_spec_of(xla, spec.out_dtype, lhs, rhs)
+    if not isinstance(rhs, ScaledArray) and rhs.ndim <= 2:
+        dims = ((lhs.ndim - 1,), (0,)), ((), ())
+        return contract(op, spec, dims, lhs, rhs, out_spec)
+    lhs, rhs = jax.tree.map(partial(settle, op), (lhs, rhs))
+    if lhs.ndim > 1:
+        return reshard(_broadcast_product(spec, lhs, rhs, out_spec), out_spec)
+    row_spec = None
+    if out_spec is not None:
+        *batch, n = out_spec.partitions
+        row_spec = PartitionSpec(*batch, None, n)
+    out = _broadcast_product(spec, lhs[None], rhs, row_spec)
+    return reshard(jnp.squeeze(out, -2), out_spec)
 
 
-def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
-    """The product with jnp.matmul's rules for vectors and batch dimensions."""
-    if lhs.ndim == 1:
-        return jnp.squeeze(_broadcast_product(spec, lhs[None], rhs), -1 if rhs.ndim == 1 else -2)
-    if rhs.ndim == 1:
-        return jnp.squeeze(_broadcast_product(spec, lhs, rhs[:, None]), -1)
+def _broadcast_product(
+    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+) -> jax.Array:
+    """The product with jnp.matmul's rules for batch dimensions."""
     *lhs_batch, m, k = lhs.shape
     *rhs_batch, n = (*rhs.shape[:-2], rhs.shape[-1])
     try:
@@ -134,90 +125,14 @@ def _broadcast_product(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> jax.Array:
             "matmul: batch dimensions of lhs and rhs must broadcast; got "
             f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
         ) from None
+    last = lambda n: None if out_spec is None else PartitionSpec(*out_spec.partitions[-n:])
     if math.prod(rhs_batch) == 1:
-        out = product(spec, lhs, rhs if rhs.ndim == 2 else rhs.reshape(k, n))
+        out = product(spec, lhs, rhs if rhs.ndim == 2 else reshape(rhs, (k, n)), last(lhs.ndim))
     elif math.prod(lhs_batch) == 1:
-        rhs = rhs.reshape(math.prod(batch), k, n)
-        out = jax.vmap(partial(product, spec), in_axes=(None, 0))(lhs.reshape(m, k), rhs)
+        rhs = reshape(rhs, (math.prod(batch), k, n))
+        multiply = jax.vmap(partial(product, spec, out_spec=last(2)), in_axes=(None, 0))
+        out = multiply(reshape(lhs, (m, k)), rhs)
     else:
         spread = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
-        out = products(spec, spread(lhs), spread(rhs), len(batch))
-    return out.reshape(*batch, m, n)
-
-
-def products(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, num_batch_dims: int) -> jax.Array:
-    """A product for each element of the first dimensions, which a mesh may cut one by one."""
-    multiply = partial(product, spec)
-    for _ in range(num_batch_dims):
-        multiply = jax.vmap(multiply)
-    return multiply(lhs, rhs)
-
-
-@jax.named_scope("fp8gemm_matmul")
-def product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
-    """lhs (..., m, k) times rhs (k, n)."""
-    return _product(spec, *match_varying(lhs, without_gradient("matmul", "rhs", rhs)))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
-    rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
-    return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs))
-
-
-def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
-    args = quantize_args(spec, spec.recipe.fwd)
-    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
-        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), **args)
-    else:
-        rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
-    out = _gemm_as(spec, spec.out_dtype, rows, rhs_transposed)
-    out = out.reshape(*lhs.shape[:-1], out.shape[-1])
-    residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
-    return name_residual("out", out), residuals
-
-
-def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
-    lhs, rhs = residuals
-    args = quantize_args(spec, spec.recipe.bwd)
-    is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
-    if is_fp8_wgrad:
-        rows, columns = rows_and_columns(_with_whole_blocks(dout), **args)
-    else:
-        rows, columns = quantize(dout, **args), None
-    with jax.named_scope("dlhs"):
-        dlhs = _gemm_as(spec, spec.lhs_dtype, rows, rhs)
-        dlhs = dlhs.reshape(*dout.shape[:-1], dlhs.shape[-1])
-    if spec.rhs_dtype is None:
-        return dlhs, None
-    with jax.named_scope("drhs"):
-        if columns is None:
-            return dlhs, _bf16_wgrad(lhs, dout).astype(spec.rhs_dtype)
-        return dlhs, _gemm_as(spec, spec.rhs_dtype, lhs, columns)
-
-
-_product.defvjp(_product_fwd, _product_bwd)
-
-
-def _with_whole_blocks(x: jax.Array) -> jax.Array:
-    """`x` (..., m, k), of whose leading dimensions as many are folded into m as give it whole scale
-    blocks: those along m are then the same as if all were folded. All are where none give it."""
-    *batch, m, k = x.shape
-    while batch and m % _checks.SCALE_BLOCK:
-        m *= batch.pop()
-    return x.reshape(*batch, m, k)
-
-
-def _gemm_as(spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
-    """gemm with a result of any float dtype: f16 by way of f32."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
-    return gemm(lhs, rhs, kernel_dtype(dtype), **how).astype(dtype)
-
-
-def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
-    lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
-    rows = tuple(range(lhs.ndim - 1))
-    contract_m = ((rows, rows), ((), ()))
-    return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)
+        out = products(spec, spread(lhs), spread(rhs), len(batch), last(len(batch) + 2))
+    return reshape(out, (*batch, m, n))

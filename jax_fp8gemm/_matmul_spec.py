@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._explicit import explicit_mesh
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DTYPES, REDUCE_DTYPES, Recipe
 from jax_fp8gemm._scaled_array import ScaledArray
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """How Explicit mesh axes cut the operands of a product and its result.
+
+    Each is None where no axis is Explicit.
+    """
+
+    lhs: PartitionSpec | None = None
+    rhs: PartitionSpec | None = None
+    out: PartitionSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -28,11 +42,28 @@ class MatmulSpec:
     rhs_dtype: Any
     out_dtype: Any
     implementation: Implementation
+    shardings: Shardings = Shardings()
 
     @property
     def reduce_dtype(self) -> Any:
         """Of the partial sums that devices add."""
         return REDUCE_DTYPES[self.recipe.reduce_dtype]
+
+
+def with_shardings(
+    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+) -> MatmulSpec:
+    """`spec` for these operands, and a result that Explicit mesh axes cut as out_spec says."""
+    return replace(spec, shardings=shardings_of(lhs, rhs, out_spec))
+
+
+def shardings_of(lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None) -> Shardings:
+    """Those of these operands, and out_spec without sums that are not added up."""
+    if out_spec is None:
+        return Shardings()
+    rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
+    lhs_spec, rhs_spec = (jax.typeof(x).sharding.spec for x in (lhs, rhs))
+    return Shardings(lhs_spec, rhs_spec, PartitionSpec(*out_spec.partitions))
 
 
 def check_recipe(op: str, recipe: Any) -> None:
@@ -79,8 +110,10 @@ def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
     return pair if is_xla else None
 
 
-def spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
-    """The PartitionSpec over Explicit mesh axes that `xla(lhs, rhs)` would have."""
+def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | None:
+    """The PartitionSpec that `xla(lhs, rhs)` would have; None where no mesh axis is Explicit."""
+    if explicit_mesh((lhs, rhs)) is None:
+        return None
     rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
     cast = lambda x: x.astype(dtype)
     # Not eval_shape, which tells a sharding only where all axes are Explicit.

@@ -8,14 +8,34 @@ import jax
 from jax.sharding import PartitionSpec
 
 
-def replicate(x: jax.Array, from_dim: int = 0) -> jax.Array:
-    """`x` with no dimension from this one on sharded over an Explicit mesh axis."""
-    aval = jax.typeof(x)
-    spec = aval.sharding.spec
+def settle(op: str, x: jax.Array) -> jax.Array:
+    """`x` with a type that is neither reduced nor unreduced over Explicit mesh axes.
+
+    A reduced array is replicated, and its cotangent is unreduced: each device holds a part of a
+    sum. NOTE: `with_auto_axes` must not see such a type. For JAX a complete sum on the Auto mesh is
+    then the part of each device, and the cotangent comes out times the number of devices.
+    """
+    sharding = jax.typeof(x).sharding
+    spec = sharding.spec
+    if spec.unreduced:
+        raise ValueError(
+            f"{op}: operands must not be unreduced over mesh axes; got {jax.typeof(x)}, {spec}. "
+            "Add up what the devices hold first: jax.sharding.reshard(x, PartitionSpec())."
+        )
+    if not spec.reduced:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec.partitions)))
+
+
+def replicate(op: str, x: jax.Array, from_dim: int = 0) -> jax.Array:
+    """`x`, settled, with no dimension from this one on sharded over an Explicit mesh axis."""
+    x = settle(op, x)
+    sharding = jax.typeof(x).sharding
+    spec = sharding.spec
     if all(axes is None for axes in spec[from_dim:]):
         return x
-    kept = (*spec[:from_dim], *(None,) * (aval.ndim - from_dim))
-    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*kept)))
+    kept = (*spec[:from_dim], *(None,) * (x.ndim - from_dim))
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*kept)))
 
 
 def match_varying(*operands: Any) -> tuple[Any, ...]:
@@ -28,8 +48,11 @@ def match_varying(*operands: Any) -> tuple[Any, ...]:
     union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
 
     def cast(x):
-        missing = union - varying(x)
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+        reduced = union & jax.typeof(x).manual_axis_type.reduced
+        # One cast for each kind of type: of a reduced operand the cotangent is not summed.
+        for axes in (reduced, union - varying(x) - reduced):
+            x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+        return x
 
     return jax.tree.map(cast, operands)
 

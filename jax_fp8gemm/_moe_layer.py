@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._experts import (
     Groups,
@@ -22,12 +21,11 @@ from jax_fp8gemm._experts import (
     transposed_weights,
     weights_both_ways,
 )
-from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._gather_quantize import gather_quantize
 from jax_fp8gemm._layer_options import LayerOptions
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
-from jax_fp8gemm._mesh_axes import match_varying, replicate
-from jax_fp8gemm._moe_mlp import make_specs, moe_mlp
+from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
+from jax_fp8gemm._moe_mlp import make_specs, moe_mlp, with_layer_shardings
 from jax_fp8gemm._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
 from jax_fp8gemm._weights import without_gradient
 
@@ -58,10 +56,11 @@ def local_layer(
         return unpermute(out, order, weights)
     w_gate_up = without_gradient(op, "w_gate_up", w_gate_up)
     w_down = without_gradient(op, "w_down", w_down)
-    tokens = [replicate(a) for a in (x, weights, indices)]
-    operands = jax.tree.map(jnp.asarray, (*tokens, w_gate_up, w_down))
-    run = lambda *xs: _layer(specs, *match_varying(*xs))
-    return with_auto_axes(run, operands, lambda: PartitionSpec(None, None))
+    tokens = [replicate(op, jnp.asarray(a)) for a in (x, weights, indices)]
+    w_gate_up, w_down = jax.tree.map(lambda w: settle(op, jnp.asarray(w)), (w_gate_up, w_down))
+    x, *tokens, w_gate_up, w_down = match_varying(*tokens, w_gate_up, w_down)
+    specs = with_layer_shardings(specs, x, w_gate_up, w_down)
+    return _layer(specs, x, *tokens, w_gate_up, w_down)
 
 
 class Rows(NamedTuple):

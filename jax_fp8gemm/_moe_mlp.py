@@ -20,7 +20,7 @@ from jax_fp8gemm._experts import (
     transposed_weights,
     weights_both_ways,
 )
-from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._explicit import explicit_mesh, reshard
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
@@ -28,8 +28,9 @@ from jax_fp8gemm._matmul_spec import (
     make_spec,
     name_residual,
     quantize_args,
+    with_shardings,
 )
-from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import ragged_dot
@@ -90,13 +91,21 @@ def moe_mlp(
     specs = make_specs(_OP, x, w_gate_up, w_down, num_experts, recipe, implementation)
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
     w_down = without_gradient(_OP, "w_down", w_down)
-    groups = _groups.as_int32(group_sizes), jnp.zeros((1,), jnp.int32)
-    operands = jax.tree.map(jnp.asarray, (x, w_gate_up, w_down, groups))
-    run = partial(_mlp, specs)
+    operands = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), (x, w_gate_up, w_down))
+    sizes = replicate(_OP, _groups.as_int32(group_sizes))
+    operands = match_varying(*operands, (sizes, jnp.zeros((1,), jnp.int32)))
     if not recipe.is_fused:
-        run = partial(_unfused_mlp, recipe, implementation)
-    out_spec = lambda: jax.typeof(operands[0]).sharding.spec
-    return with_auto_axes(lambda *xs: run(*match_varying(*xs)), operands, out_spec)
+        return _unfused_mlp(recipe, implementation, *operands)
+    return _mlp(with_layer_shardings(specs, *operands[:3]), *operands)
+
+
+def with_layer_shardings(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any) -> Specs:
+    """`specs` for operands on a mesh with Explicit axes: the result is sharded as x."""
+    if explicit_mesh((x, w_gate_up, w_down)) is None:
+        return specs
+    into, down = specs
+    spec = jax.typeof(x).sharding.spec
+    return with_shardings(into, x, w_gate_up, spec), with_shardings(down, x, w_down, spec)
 
 
 def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
@@ -167,8 +176,10 @@ def _unfused_mlp(recipe: Recipe, implementation, x, w_gate_up, w_down, groups) -
         recipe=recipe,
         implementation=implementation,
     )
-    h = swiglu(product(x, w_gate_up)).astype(x.dtype)
-    return product(h, w_down)
+    # Over Explicit axes: no feature's gate and up lie on different devices.
+    gate_up = replicate(_OP, product(x, w_gate_up), from_dim=1)
+    h = swiglu(gate_up).astype(x.dtype)
+    return reshard(product(h, w_down), jax.typeof(x).sharding.spec)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -140,7 +140,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 def padded_spec(x: Any) -> list[tuple[str, ...]]:
     """The mesh axes of each dimension."""
-    spec = [axes_of(entry) for entry in x.sharding.spec]
+    spec = [axes_of(entry) for entry in x.sharding.spec.partitions]
     return spec + [()] * (len(x.shape) - len(spec))
 
 

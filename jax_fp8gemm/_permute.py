@@ -53,7 +53,7 @@ def permute(
     _checks.check_static(op, num_experts=num_experts)
     if not hasattr(num_experts, "__index__") or num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts!r}")
-    x, indices = _prepare(x, as_int32(indices, lowest=-1))
+    x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, num_experts)
     return _copy_rows(x, choice, order), group_sizes, order
 
@@ -118,11 +118,11 @@ def unpermute(
             f"got order {_checks.short_type(order)}, weights {_checks.short_type(weights)}, "
             f"rows {_checks.short_type(rows)}"
         )
-    return _add_weighted(*_prepare(rows, order, weights))
+    return _add_weighted(*_prepare(op, rows, order, weights))
 
 
-def _prepare(*operands: Any) -> tuple[jax.Array, ...]:
-    return match_varying(*(replicate(jnp.asarray(x)) for x in operands))
+def _prepare(op: str, *operands: Any) -> tuple[jax.Array, ...]:
+    return match_varying(*(replicate(op, jnp.asarray(x)) for x in operands))
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi
 from jax_fp8gemm._cache_key import tag
-from jax_fp8gemm._mesh_axes import match_varying, replicate
+from jax_fp8gemm._explicit import explicit_mesh, reshard, result_specs, with_auto_axes
+from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
 from jax_fp8gemm._partition import partitioned
 from jax_fp8gemm._partition_rule import PartitionRule
 
@@ -56,19 +57,31 @@ def define_primitive(
       run_shard: (run, *operands, shards, **params) -> results on the Shards of a device, where that
         is not run(*operands, **params); run is the reference or the FFI call.
     Returns:
-      bind(*operands, implementation, **params) -> list of results. Operands sharded over Explicit
-      mesh axes are replicated first, and all get the union of their varying manual axes.
+      bind(*operands, implementation, out_specs=None, **params) -> list of results. Over Explicit
+      mesh axes they are sharded as out_specs say, a PartitionSpec for each; None: as the partition
+      rule makes of the operands, or replicated where there is none. In a shard_map all operands
+      get the union of their varying manual axes.
     """
     rules = _Rules(name, shape_rule, reference, ffi_call, dce_rule, partition_rule, run_shard)
 
-    def bind(*operands, implementation, **params):
-        operands = match_varying(*(replicate(x) for x in operands))
+    def bind(*operands, implementation, out_specs=None, **params):
+        run = partial(on_arrays.bind, implementation=implementation, **params)
+        operands = match_varying(*(settle(rules.op, x) for x in operands))
         is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
-        primitive = on_shards if is_manual else on_arrays
-        return primitive.bind(*operands, implementation=implementation, **params)
+        if is_manual or partition_rule is None:
+            operands = [replicate(rules.op, x) for x in operands]
+            run = partial(on_shards.bind, implementation=implementation, **params)
+            results = run(*operands)
+            return results if out_specs is None else list(map(reshard, results, out_specs))
+        if explicit_mesh(operands) is None:
+            return run(*operands)
+        if out_specs is None:
+            results = shape_rule(*map(jax.typeof, operands), **params)
+            out_specs = result_specs(partition_rule(*operands, **params), operands, results)
+        return with_auto_axes(run, operands, lambda: out_specs)
 
     def batch(operands, dims, **params):
-        operands = [replicate(x) for x in operands]
+        operands = [replicate(rules.op, x) for x in operands]
         if batch_rule is not None:
             return batch_rule(operands, dims, **params)
         results = map_batch(partial(bind, **params), operands, dims)

@@ -7,7 +7,6 @@ with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -15,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8gemm import _checks
-from jax_fp8gemm._explicit import result_specs, with_auto_axes
-from jax_fp8gemm._quantize_primitive import partition_rule, quantize_p
+from jax_fp8gemm._quantize_primitive import quantize_p
 from jax_fp8gemm._scaled_array import ScaledArray
 
 if TYPE_CHECKING:
@@ -147,7 +145,4 @@ def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
         pow2_scale=bool(pow2_scale),
     )
-    x = jnp.asarray(x)
-    out_specs = lambda: result_specs(partition_rule(x, **params), [x])
-    run = partial(quantize_p, implementation=implementation, **params)
-    return with_auto_axes(run, [x], out_specs)
+    return quantize_p(jnp.asarray(x), implementation=implementation, **params)

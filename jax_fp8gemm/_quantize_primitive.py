@@ -116,7 +116,7 @@ def _batch_rule(operands, dims, *, mode: str, **params):
     return quantize_p(x, mode=mode, **params), _BATCH_DIMS[mode]
 
 
-def partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
+def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
     batch = "".join(f"b{i} " for i in range(x.ndim - 2))
     rows, columns, transposed = f"{batch}m k", f"k {batch}m", f"{batch}k m"
     results = {
@@ -155,5 +155,5 @@ quantize_p = define_primitive(
     ffi_call=_ffi_call,
     batch_rule=_batch_rule,
     dce_rule=_dce_rule,
-    partition_rule=partition_rule,
+    partition_rule=_partition_rule,
 )

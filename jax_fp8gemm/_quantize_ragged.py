@@ -7,14 +7,12 @@ scales are those of quantize(axis=-2) for each group alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
-from jax_fp8gemm._explicit import result_specs, with_auto_axes
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
@@ -98,10 +96,7 @@ def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation
         e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
         pow2_scale=bool(pow2_scale),
     )
-    results = lambda: _shape_rule(*operands, **params)
-    out_specs = lambda: result_specs(_partition_rule(*operands, **params), operands, results())
-    run = partial(quantize_ragged_p, implementation=implementation, **params)
-    return with_auto_axes(run, operands, out_specs)
+    return quantize_ragged_p(*operands, implementation=implementation, **params)
 
 
 def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, reshard
 from jax_fp8gemm._grouped_gemm import grouped_gemm
 from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
@@ -30,10 +30,11 @@ from jax_fp8gemm._matmul_spec import (
     kernel_dtype,
     make_spec,
     name_residual,
+    out_spec_of,
     quantize_args,
-    spec_of,
+    with_shardings,
 )
-from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
 from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
@@ -104,28 +105,33 @@ def ragged_dot(
     )
     xla_precision = check_precision(op, precision, spec)
     check_out_sharding(op, out_sharding, (lhs, rhs))
-    groups = jax.tree.map(_groups.as_int32, (group_sizes, group_offset))
-    operands = jax.tree.map(jnp.asarray, (lhs, rhs, *groups))
-    out_spec = partial(_out_spec, spec, *operands[:2], out_sharding)
-    return with_auto_axes(partial(_ragged_dot, spec, xla_precision), operands, out_spec)
+    group_sizes, group_offset = jax.tree.map(
+        lambda x: replicate(op, _groups.as_int32(x)), (group_sizes, group_offset)
+    )
+    lhs, rhs = jax.tree.map(lambda x: settle(op, jnp.asarray(x)), (lhs, rhs))
+    out_spec = _out_spec(spec, lhs, rhs, out_sharding)
+    groups = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
+    if xla_precision is None and spec.recipe.is_fp8:
+        out = _grouped_product(with_shardings(spec, lhs, rhs, out_spec), lhs, rhs, *groups)
+    else:
+        rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+        out = xla_ragged_dot(lhs, rhs, *groups, xla_precision, spec.out_dtype, out_spec)
+    return reshard(out, out_spec)
 
 
-def _out_spec(spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_sharding: Any) -> PartitionSpec:
-    """How Explicit mesh axes cut the result: as that of lhs times one of the matrices."""
+def _out_spec(
+    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_sharding: Any
+) -> PartitionSpec | None:
+    """How Explicit mesh axes cut the result: as that of lhs times one of the matrices.
+
+    None where no axis is Explicit.
+    """
     if out_sharding is not None:
         return getattr(out_sharding, "spec", out_sharding)
     aval = jax.typeof(rhs.values if isinstance(rhs, ScaledArray) else rhs)
     sharding = aval.sharding.update(spec=PartitionSpec(*aval.sharding.spec[1:]))
     matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, sharding=sharding)
-    return spec_of(jnp.matmul, spec.out_dtype, lhs, matrix)
-
-
-def _ragged_dot(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes, group_offset) -> jax.Array:
-    sizes, first_row = _local_groups(sizes, group_offset, lhs.shape[0], rhs.shape[0])
-    if xla_precision is None and spec.recipe.is_fp8:
-        return _grouped_product(spec, lhs, rhs, sizes, first_row)
-    rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
-    return xla_ragged_dot(lhs, rhs, sizes, first_row, xla_precision, spec.out_dtype)
+    return out_spec_of(jnp.matmul, spec.out_dtype, lhs, matrix)
 
 
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
@@ -173,7 +179,8 @@ def _grouped_product(spec: MatmulSpec, lhs, rhs, sizes, first_row) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
-    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), sizes, first_row)
+    groups, out_spec = (sizes, first_row), spec.shardings.out
+    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), *groups, out_spec)
 
 
 def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
@@ -184,7 +191,8 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
-    out = gemm_as(spec, spec.out_dtype, rows, rhs_transposed, sizes, first_row)
+    groups, out_spec = (sizes, first_row), spec.shardings.out
+    out = gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, out_spec)
     kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), (*kept, sizes, first_row)
 
@@ -198,32 +206,49 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
     else:
         rows = quantize(dout, **args)
     with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row)
+        dlhs = gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row, spec.shardings.lhs)
     if spec.rhs_dtype is None:
         return dlhs, None, None, None
     with jax.named_scope("drhs"):
+        rhs_spec = spec.shardings.rhs
         if columns is None:
-            drhs = _bf16_wgrad(lhs, dout, sizes, first_row).astype(spec.rhs_dtype)
+            drhs = _bf16_wgrad(lhs, dout, sizes, first_row, rhs_spec).astype(spec.rhs_dtype)
         else:
-            drhs = wgrad_as(spec, spec.rhs_dtype, lhs, columns, sizes)
+            drhs = wgrad_as(spec, spec.rhs_dtype, lhs, columns, sizes, rhs_spec)
     return dlhs, drhs, None, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def gemm_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes, first_row) -> jax.Array:
+def gemm_as(
+    spec: MatmulSpec,
+    dtype: Any,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    sizes: jax.Array,
+    first_row: jax.Array,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
     """grouped_gemm with a result of any float dtype: f16 by way of f32."""
     how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    how |= dict(out_spec=out_spec)
     return grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), **how).astype(dtype)
 
 
-def wgrad_as(spec: MatmulSpec, dtype: Any, lhs, rhs, sizes) -> jax.Array:
+def wgrad_as(
+    spec: MatmulSpec,
+    dtype: Any,
+    lhs: Any,
+    rhs: Any,
+    sizes: jax.Array,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
     """grouped_wgrad with a result of any float dtype: f16 by way of f32."""
-    out = grouped_wgrad(lhs, rhs, sizes, kernel_dtype(dtype), spec.implementation)
-    return out.astype(dtype)
+    how: dict[str, Any] = dict(implementation=spec.implementation, out_spec=out_spec)
+    return grouped_wgrad(lhs, rhs, sizes, kernel_dtype(dtype), **how).astype(dtype)
 
 
-def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row) -> jax.Array:
+def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row, out_spec) -> jax.Array:
     lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
-    return xla_ragged_contraction(lhs, dout, sizes, first_row, None, jnp.float32)
+    return xla_ragged_contraction(lhs, dout, sizes, first_row, None, jnp.float32, out_spec)

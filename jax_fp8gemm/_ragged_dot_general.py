@@ -22,16 +22,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
-from jax_fp8gemm._explicit import check_out_sharding, with_auto_axes
+from jax_fp8gemm._explicit import check_out_sharding, reshard
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
     make_spec,
     name_residual,
+    out_spec_of,
     quantize_args,
-    spec_of,
+    with_shardings,
 )
-from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as
@@ -121,17 +122,25 @@ def ragged_dot_general(
             f"{op}: group_offset must be None in a ragged contraction; "
             f"got group_offset {_checks.short_type(group_offset)}. Slice the result instead."
         )
-    operands = lhs, rhs, _groups.as_int32(group_sizes)
-    out_spec = partial(_out_spec, spec, lhs, rhs, out_sharding)
-    return with_auto_axes(partial(_contract, spec, xla_precision), operands, out_spec)
+    sizes = replicate(op, _groups.as_int32(group_sizes))
+    lhs, rhs = settle(op, lhs), settle(op, rhs)
+    out_spec = _out_spec(spec, lhs, rhs, out_sharding)
+    spec = with_shardings(spec, lhs, rhs, out_spec)
+    return reshard(_contract(spec, xla_precision, lhs, rhs, sizes), out_spec)
 
 
-def _out_spec(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> PartitionSpec:
-    """How Explicit mesh axes cut a ragged contraction: as that of all rows."""
+def _out_spec(
+    spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any
+) -> PartitionSpec | None:
+    """How Explicit mesh axes cut a ragged contraction: as that of all rows.
+
+    None where no axis is Explicit.
+    """
     if out_sharding is not None:
         return getattr(out_sharding, "spec", out_sharding)
     product = lambda lhs, rhs: jnp.matmul(lhs.T, rhs)
-    return PartitionSpec(None, *spec_of(product, spec.out_dtype, lhs, rhs))
+    matrix_spec = out_spec_of(product, spec.out_dtype, lhs, rhs)
+    return None if matrix_spec is None else PartitionSpec(None, *matrix_spec)
 
 
 def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -172,7 +181,8 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
 def _contract(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
     if xla_precision is None and spec.recipe.is_fp8:
         return _contraction(spec, *match_varying(lhs, rhs, sizes))
-    return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), xla_precision, spec.out_dtype)
+    how = xla_precision, spec.out_dtype, spec.shardings.out
+    return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), *how)
 
 
 def _first_row() -> jax.Array:
@@ -183,7 +193,8 @@ def _first_row() -> jax.Array:
 def _contraction(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
-    return wgrad_as(spec, spec.out_dtype, lhs_columns, rhs_columns, sizes)
+    columns = lhs_columns, rhs_columns
+    return wgrad_as(spec, spec.out_dtype, *columns, sizes, spec.shardings.out)
 
 
 def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
@@ -191,7 +202,7 @@ def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
     rhs_rows, rhs = rows_and_ragged_columns(rhs, sizes, _first_row(), **args)
-    out = wgrad_as(spec, spec.out_dtype, lhs, rhs, sizes)
+    out = wgrad_as(spec, spec.out_dtype, lhs, rhs, sizes, spec.shardings.out)
     kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
     return name_residual("out", out), (*kept, sizes)
 
@@ -200,10 +211,11 @@ def _contraction_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple
     lhs, rhs, sizes = residuals
     # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
     dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
+    groups, shardings = (sizes, _first_row()), spec.shardings
     with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, sizes, _first_row())
+        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, *groups, shardings.lhs)
     with jax.named_scope("drhs"):
-        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, sizes, _first_row())
+        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, *groups, shardings.rhs)
     return dlhs, drhs, None
 
 

@@ -9,6 +9,7 @@ either over Explicit mesh axes, and no vmap over some operands only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm import _groups
+from jax_fp8gemm._explicit import with_auto_axes
+from jax_fp8gemm._matmul_spec import Shardings, shardings_of
 from jax_fp8gemm._mesh_axes import match_varying
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
@@ -28,64 +31,81 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def xla_ragged_dot(lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any) -> jax.Array:
-    """out[rows] = lhs[rows] . rhs[i] for the rows of each group i."""
-    return _dot(precision, out_dtype, *match_varying(lhs, rhs, sizes, first_row))
+@dataclass(frozen=True)
+class _Options:
+    """What is static about a product."""
+
+    precision: Any
+    out_dtype: Any
+    shardings: Shardings
 
 
-def xla_ragged_contraction(lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any) -> jax.Array:
-    """out[i] = lhs[rows]^T . rhs[rows]."""
-    return _contraction(precision, out_dtype, *match_varying(lhs, rhs, sizes, first_row))
+def xla_ragged_dot(
+    lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any, out_spec: Any = None
+) -> jax.Array:
+    """out[rows] = lhs[rows] . rhs[i] for the rows of each group i.
+
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    """
+    options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
+    return _dot(options, *match_varying(lhs, rhs, sizes, first_row))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot(precision: Any, out_dtype: Any, *operands) -> jax.Array:
+def xla_ragged_contraction(
+    lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any, out_spec: Any = None
+) -> jax.Array:
+    """out[i] = lhs[rows]^T . rhs[rows]. out_spec: as for xla_ragged_dot."""
+    options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
+    return _contraction(options, *match_varying(lhs, rhs, sizes, first_row))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(options: _Options, *operands) -> jax.Array:
     @sequential_vmap
     def dot(lhs, rhs, sizes, first_row):
         is_in_group, sizes = _groups_from_row_0(sizes, first_row, lhs.shape[0])
         lhs, rhs = _promote(lhs, rhs)
         lhs = jnp.where(is_in_group, lhs, 0)
-        options = dict(precision=precision, preferred_element_type=_sum_dtype(lhs, out_dtype))
-        out = lax.ragged_dot(lhs, rhs, sizes, **options, out_sharding=_unsharded(lhs, 2))
-        return jnp.where(is_in_group, out.astype(out_dtype), 0)
+        out = lax.ragged_dot(lhs, rhs, sizes, **_lax_options(options, lhs, 2))
+        return jnp.where(is_in_group, out.astype(options.out_dtype), 0)
 
-    return dot(*operands)
-
-
-def _dot_fwd(precision: Any, out_dtype: Any, *operands) -> tuple[jax.Array, Any]:
-    return _dot(precision, out_dtype, *operands), operands
+    return with_auto_axes(dot, operands, lambda: options.shardings.out)
 
 
-def _dot_bwd(precision: Any, out_dtype: Any, operands: Any, dout: jax.Array) -> tuple[Any, ...]:
+def _dot_fwd(options: _Options, *operands) -> tuple[jax.Array, Any]:
+    return _dot(options, *operands), operands
+
+
+def _dot_bwd(options: _Options, operands: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes, first_row = operands
-    dlhs = xla_ragged_dot(dout, rhs.mT, sizes, first_row, precision, lhs.dtype)
-    drhs = xla_ragged_contraction(lhs, dout, sizes, first_row, precision, rhs.dtype)
+    groups, precision, shardings = (sizes, first_row), options.precision, options.shardings
+    dlhs = xla_ragged_dot(dout, rhs.mT, *groups, precision, lhs.dtype, shardings.lhs)
+    drhs = xla_ragged_contraction(lhs, dout, *groups, precision, rhs.dtype, shardings.rhs)
     return dlhs, drhs, None, None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _contraction(precision: Any, out_dtype: Any, *operands) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contraction(options: _Options, *operands) -> jax.Array:
     @sequential_vmap
     def contract(lhs, rhs, sizes, first_row):
         is_in_group, sizes = _groups_from_row_0(sizes, first_row, lhs.shape[0])
         lhs, rhs = (jnp.where(is_in_group, x, 0) for x in _promote(lhs, rhs))
-        options = dict(precision=precision, preferred_element_type=_sum_dtype(lhs, out_dtype))
-        options |= dict(out_sharding=_unsharded(lhs, 3))
-        return lax.ragged_dot_general(lhs, rhs, sizes, _OVER_ROWS, **options).astype(out_dtype)
+        how = _lax_options(options, lhs, 3)
+        out = lax.ragged_dot_general(lhs, rhs, sizes, _OVER_ROWS, **how)
+        return out.astype(options.out_dtype)
 
-    return contract(*operands)
-
-
-def _contraction_fwd(precision: Any, out_dtype: Any, *operands) -> tuple[jax.Array, Any]:
-    return _contraction(precision, out_dtype, *operands), operands
+    return with_auto_axes(contract, operands, lambda: options.shardings.out)
 
 
-def _contraction_bwd(
-    precision: Any, out_dtype: Any, operands: Any, dout: jax.Array
-) -> tuple[Any, ...]:
+def _contraction_fwd(options: _Options, *operands) -> tuple[jax.Array, Any]:
+    return _contraction(options, *operands), operands
+
+
+def _contraction_bwd(options: _Options, operands: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes, first_row = operands
-    dlhs = xla_ragged_dot(rhs, dout.mT, sizes, first_row, precision, lhs.dtype)
-    drhs = xla_ragged_dot(lhs, dout, sizes, first_row, precision, rhs.dtype)
+    groups, precision, shardings = (sizes, first_row), options.precision, options.shardings
+    dlhs = xla_ragged_dot(rhs, dout.mT, *groups, precision, lhs.dtype, shardings.lhs)
+    drhs = xla_ragged_dot(lhs, dout, *groups, precision, rhs.dtype, shardings.rhs)
     return dlhs, drhs, None, None
 
 
@@ -112,6 +132,14 @@ def _promote(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _sum_dtype(lhs: jax.Array, out_dtype: Any) -> Any:
     """The dtype to ask lax for: a sum in f16 of bf16 operands, say, would be rounded to bf16."""
     return out_dtype if out_dtype == lhs.dtype else jnp.float32
+
+
+def _lax_options(options: _Options, lhs: jax.Array, out_ndim: int) -> dict[str, Any]:
+    return dict(
+        precision=options.precision,
+        preferred_element_type=_sum_dtype(lhs, options.out_dtype),
+        out_sharding=_unsharded(lhs, out_ndim),
+    )
 
 
 def _unsharded(x: jax.Array, ndim: int) -> NamedSharding:

@@ -47,7 +47,7 @@ def route(
     _checks.check_bool(op, normalize=normalize)
     top_k = as_top_k(op, top_k, logits)
     check_scoring(op, scoring)
-    logits = replicate(jnp.asarray(logits)).astype(jnp.float32)
+    logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
     _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
     # Not a gather, whose transpose is a scatter-add.
     is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]

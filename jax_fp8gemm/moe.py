@@ -26,7 +26,7 @@ from jax_fp8gemm._expert_parallel import (
 from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._layer_options import LayerOptions
 from jax_fp8gemm._matmul_spec import check_recipe
-from jax_fp8gemm._mesh_axes import replicate
+from jax_fp8gemm._mesh_axes import replicate, settle
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
@@ -106,6 +106,7 @@ def moe_layer(
     if expert_axis is None:
         indices, weights = options.choose(op, router, w_gate_up.shape[0])
         return local_layer(options, tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
+    w_gate_up, w_down = jax.tree.map(lambda w: settle(op, w), (w_gate_up, w_down))
     operands = tokens, router, w_gate_up, w_down
     names = axis_names(op, expert_axis, exchange)
     if not is_manual(names):
@@ -200,5 +201,5 @@ def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
             f"got {name} {_checks.short_type(part)}, x {_checks.short_type(x)}"
         )
     # Explicit mesh axes may go on cutting the first dimension.
-    part = replicate(jnp.asarray(part), from_dim=1)
+    part = replicate(op, jnp.asarray(part), from_dim=1)
     return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])
