@@ -6,11 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
+import ext_program
 import pytest
 
 from jax_fp8gemm import _environment, _ffi, _jit, _kernels, _quantize_config, _tile_config
@@ -165,7 +163,7 @@ def test_an_unwritable_cache_is_warned_of_once(tmp_path, capfd):
         for config in ({_KERNEL}, {_KERNEL | dict(mode=1)}):
             assert not ext.compile_quantize(config)["from_disk"]
         """
-    result = _start(code, blocker / "cache")
+    result = ext_program.start(code, blocker / "cache")
     assert result.wait() == 0
     error = capfd.readouterr().err
     assert error.count("jax_fp8gemm: warning: kernels are kept in memory only") == 1
@@ -179,7 +177,8 @@ def test_processes_race_on_one_cache(tmp_path):
         report = ext.compile_quantize({_KERNEL})
         print(report["name"], report["cubin_bytes"], flush=True)
         """
-    workers = [_start(code, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "abc"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    workers = [ext_program.start(code, tmp_path, **pipes) for _ in "abc"]
     for worker in workers:  # all are waiting: let them go at once
         worker.stdin.write(b"\n")
         worker.stdin.flush()
@@ -283,17 +282,3 @@ def test_no_quantize_kernel_spills(compile_all, is_other):
         )
         assert any(report.name.startswith(f"{op}_ragged_row_column_bf16_") for report in reports)
     _assert_clean(reports)
-
-
-def _start(code: str, cache_dir: Path, **popen) -> subprocess.Popen:
-    """Runs `code` in a process that has the extension alone, as `ext`: it starts in 0.1 s."""
-    prelude = f"""
-        import importlib.util
-        spec = importlib.util.spec_from_file_location("_ext", {_ext.__file__!r})
-        ext = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(ext)
-        ext.configure(source_dir={_environment.source_dir()!r}, cache_dir={str(cache_dir)!r},
-                      nvrtc_paths={_environment.nvrtc_paths()!r}, is_debug=False, dump_dir="")
-        """
-    program = textwrap.dedent(prelude) + textwrap.dedent(code)
-    return subprocess.Popen([sys.executable, "-c", program], **popen)

@@ -1,0 +1,47 @@
+"""Programs that have the extension alone, without JAX: they start in 0.1 s, and may die."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from jax_fp8gemm import _environment
+
+_PRELUDE = """\
+import importlib.util
+spec = importlib.util.spec_from_file_location("_ext", {file!r})
+ext = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ext)
+ext.configure(source_dir={source_dir!r}, cache_dir={cache_dir!r}, nvrtc_paths={nvrtc_paths!r},
+              is_debug=False, dump_dir="")
+"""
+
+
+def start(
+    code: str, cache_dir: str | Path = "", *, nvrtc_paths: Iterable[str] | None = None, **popen
+) -> subprocess.Popen:
+    """Runs `code` in a process where `ext` is the extension, configured."""
+    from jax_fp8gemm import _ext
+
+    prelude = _PRELUDE.format(
+        file=_ext.__file__,
+        source_dir=_environment.source_dir(),
+        cache_dir=str(cache_dir),
+        nvrtc_paths=_environment.nvrtc_paths() if nvrtc_paths is None else list(nvrtc_paths),
+    )
+    return subprocess.Popen([sys.executable, "-c", prelude + textwrap.dedent(code)], **popen)
+
+
+def run(code: str, cache_dir: str | Path = "", **options) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of `code`, which may take a minute."""
+    process = start(
+        code, cache_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    try:
+        output, error = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, output, error
