@@ -42,8 +42,17 @@ bool IsInRange(const GemmConfig& c) {
          is_in(c.grouping, 0, 2);
 }
 
+constexpr const char* kRanges =
+    "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
+    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, num_sms >= cluster_m * "
+    "cluster_n, grouping 0..2, flags 0 or 1";
+
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {
+  // First: what follows divides by the number of wgmmas side by side.
+  if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
+    return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192";
+  }
   const int64_t num_row_subs = CeilDiv(c.block_m, 64 * c.num_consumers);  // 64 rows each
   const int64_t num_batches = num_row_subs * (c.block_n / c.sub_n);       // of one k-block
   const int64_t num_slabs_stored = num_row_subs * (c.block_n / SlabColumns(c));
@@ -56,8 +65,6 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.cluster_m == 1 || c.cluster_n == 1, "cluster_m or cluster_n must be 1"},
       {c.block_m % (64 * c.num_consumers) == 0 || (c.block_m < 64 && c.num_consumers == 1),
        "block_m must be a multiple of 64 * num_consumers, or below 64 with one consumer"},
-      {c.block_n % c.sub_n == 0 && IsWgmmaWidth(c.sub_n),
-       "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192"},
       // 8 rows: the 128-byte swizzle repeats after them.
       {c.block_m % (8 * c.cluster_n) == 0 && c.block_n % (8 * c.cluster_m) == 0,
        "block_m / cluster_n and block_n / cluster_m must be multiples of 8"},
@@ -124,12 +131,14 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
 }
 
 ffi::Error CheckGemmConfig(const GemmConfig& config) {
-  const char* rule =
-      IsInRange(config) ? BrokenRule(config)
-                        : "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, "
-                          "num_accums 1..8, num_stages 2..32, num_slabs 0..32, cluster_m and "
-                          "cluster_n 1, 2 or 4, num_sms >= cluster_m * cluster_n, grouping 0..2, "
-                          "flags 0 or 1";
+  if (!IsInRange(config)) {
+    // Nothing is computed from such a config: any product of its fields may overflow.
+    return InvalidArgument("gemm: ", kRanges, "; got ", GemmKernelName(config), ", grouping ",
+                           config.grouping, ", num_sms ", config.num_sms, ", flags ",
+                           config.is_1d1d, " ", config.out_f32, " ", config.accumulate, " ",
+                           config.lhs_e5m2, " ", config.rhs_e5m2);
+  }
+  const char* rule = BrokenRule(config);
   if (rule == nullptr) return ffi::Error::Success();
   return InvalidArgument("gemm: ", rule, "; got ", GemmKernelName(config), ", num_sms ",
                          config.num_sms, ", ", GemmSmemBytes(config), " bytes of shared memory");

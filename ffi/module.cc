@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -95,6 +96,17 @@ ffi::ErrorOr<nb::dict> DeviceInfo() {
   return info;
 }
 
+int32_t ParseField(std::string_view name, nb::handle value) {
+  const nb::object integer = nb::steal(PyNumber_Index(value.ptr()));
+  int32_t field = 0;
+  if (!integer.is_valid() || !nb::try_cast(integer, field)) {
+    PyErr_Clear();
+    throw nb::value_error(
+        StrCat("config must have an i32 ", name, "; got ", nb::repr(value).c_str()).c_str());
+  }
+  return field;
+}
+
 // Reads the fields of a config, strictly, as the handlers do.
 template <typename Config>
 Config ParseConfig(const nb::dict& dict) {
@@ -102,7 +114,7 @@ Config ParseConfig(const nb::dict& dict) {
   for (const auto& [name, member] : ConfigFields<Config>::kAll) {
     const nb::str key(name.data(), name.size());
     if (!dict.contains(key)) throw nb::key_error(name.data());
-    config.*member = nb::cast<int32_t>(nb::int_(dict[key]));
+    config.*member = ParseField(name, dict[key]);
   }
   constexpr size_t kNumFields = std::size(ConfigFields<Config>::kAll);
   if (dict.size() != kNumFields) {

@@ -24,11 +24,14 @@ const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
 ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
   const char* op = QuantizeOp(config);
   const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
-  if (config.mode < 0 || config.mode > kBlockBoth || config.input < 0 ||
-      config.input > last_input || config.source < 0 || config.source > kWeightedGather) {
+  const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
+  if (!is_in(config.mode, kBlockBoth) || !is_in(config.input, last_input) ||
+      !is_in(config.source, kWeightedGather) || !is_in(config.e5m2, 1) ||
+      !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1)) {
     return InvalidArgument(op, ": mode must be 0..5, input 0..", last_input,
-                           " and source 0..4; got mode ", config.mode, ", input ", config.input,
-                           ", source ", config.source);
+                           " and source 0..4, flags 0 or 1; got mode ", config.mode, ", input ",
+                           config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
+                           ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged);
   }
   const bool has_columns = config.mode == kColumn || config.mode == kRowColumn;
   if (config.ragged != 0 && !has_columns) {

@@ -115,8 +115,10 @@ ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t ind
   };
   const bool are_vectors = is_vector(group_sizes) && is_vector(first_row);
   const int64_t g = are_vectors ? group_sizes.dimensions()[0] : 0;
-  const int64_t num_columns = (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock;
-  if (g < 1 || g > kMaxGroups || first_row.dimensions()[0] != 1 || num_columns > kMaxDim) {
+  const bool is_in_range = 1 <= g && g <= kMaxGroups && first_row.dimensions()[0] == 1;
+  const int64_t num_columns =
+      is_in_range ? (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock : 0;
+  if (!is_in_range || num_columns > kMaxDim) {
     return InvalidArgument(op, ": group_sizes must be i32[g] with 1..1024 groups, first_row ",
                            "i32[1], and the columns of all groups at most 2^30; got group_sizes ",
                            ShapeText(group_sizes), ", first_row ", ShapeText(first_row), ", m ",

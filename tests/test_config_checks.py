@@ -1,0 +1,99 @@
+"""Configs of no kernel: each is refused in a sentence, and none ends a process."""
+
+import pytest
+from ext_program import run
+
+_ext = pytest.importorskip("jax_fp8gemm._ext")
+
+_GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=4,
+             num_slabs=0, cluster_m=1, cluster_n=1, is_1d1d=0, out_f32=0, accumulate=0, lhs_e5m2=0,
+             rhs_e5m2=0, grouping=0, num_sms=132)  # fmt: skip
+_QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+
+_SEED = 21
+# A config that has a kernel, and values near what the rules speak of.
+_PROGRAM = """
+import random
+
+GEMM = {gemm}
+QUANTIZE = {quantize}
+LIMITS = [-2**31, -2**30, -1, 0, 2**16, 2**30, 2**31 - 1]
+SMALL = [1, 2, 3, 4, 5, 7, 8, 16, 24, 32, 33, 48, 63, 64, 65, 72, 80, 96, 127, 128, 136, 160, 192,
+         224, 255, 256, 257]
+
+def outcome(compile_kernel, config):
+    try:
+        compile_kernel(config)
+    except ValueError as error:
+        assert "; got " in str(error), error
+        return "refused"
+    except RuntimeError as error:  # a config that is accepted: there is no NVRTC to compile it
+        assert str(error).startswith("NVRTC "), error
+        return "accepted"
+
+rng = random.Random({seed})
+counts = dict(refused=0, accepted=0)
+for i in range({num_calls}):
+    valid, compile_kernel = rng.choice([(GEMM, ext.compile_gemm), (QUANTIZE, ext.compile_quantize)])
+    config = dict(valid)
+    for name in rng.sample(list(valid), rng.randint(1, 4)):
+        kind = rng.random()
+        config[name] = (rng.choice(SMALL) if kind < 0.6 else rng.choice(LIMITS) if kind < 0.8
+                        else rng.randint(-2**31, 2**31 - 1))
+    counts[outcome(compile_kernel, config)] += 1
+print(counts["refused"], counts["accepted"])
+"""
+
+
+def test_no_config_ends_a_process():
+    num_calls = 20_000
+    program = _PROGRAM.format(seed=_SEED, num_calls=num_calls, gemm=_GEMM, quantize=_QUANTIZE)
+    status, output, error = run(program, nvrtc_paths=["/none/libnvrtc.so"])
+    assert status == 0, f"seed {_SEED}: status {status}: {error}"
+    refused, accepted = map(int, output.split())
+    assert refused + accepted == num_calls and min(refused, accepted) > 100
+
+
+@pytest.mark.parametrize("sub_n", [136, 160, 192, 256])
+def test_a_wgmma_wider_than_the_tile_is_refused(sub_n):
+    """The number of wgmmas side by side is 0 then, and a rule divides by it."""
+    code = f"""
+        try:
+            ext.compile_gemm({_GEMM | dict(sub_n=sub_n)})
+        except ValueError as error:
+            print(error)
+        """
+    status, output, _ = run(code)
+    assert status == 0 and "block_n must be a multiple of sub_n" in output
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(num_stages=2**31 - 1),
+        dict(num_slabs=2**31 - 1),
+        dict(num_consumers=-(2**31)),
+        dict(block_m=2**31 - 1, block_n=2**31 - 1, num_stages=2**31 - 1),
+        dict(cluster_m=2**31 - 1, cluster_n=2**31 - 1),
+        dict(grouping=-1),
+        dict(lhs_e5m2=2),
+    ],
+    ids=str,
+)
+def test_the_error_of_a_config_out_of_range_computes_nothing_from_it(bad):
+    with pytest.raises(ValueError, match="config must have block_m, .* 0 or 1; got fp8") as error:
+        _ext.compile_gemm(_GEMM | bad)
+    assert "bytes of shared memory" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["e5m2", "pow2_scale", "ragged"])
+@pytest.mark.parametrize("value", [2, -1, 2**31 - 1])
+def test_a_flag_is_0_or_1(flag, value):
+    with pytest.raises(ValueError, match=rf"flags 0 or 1; got .*{flag} {value}"):
+        _ext.compile_quantize(_QUANTIZE | dict(mode=2) | {flag: value})
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**40), 10**30, 1.5, "1", None])
+def test_a_field_is_a_32_bit_integer(value):
+    with pytest.raises(ValueError, match="config must have an i32 mode; got "):
+        _ext.compile_quantize(_QUANTIZE | dict(mode=value))
