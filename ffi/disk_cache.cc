@@ -39,6 +39,16 @@ std::string Checksum(const std::string& file) {
   return hasher.Hex();
 }
 
+// Whether name, log and image fill `rest`, the bytes behind the header, and no more.
+bool AreSizesRight(const FileHeader& header, uint64_t rest) {
+  // One by one: the sum of three sizes can overflow.
+  for (const uint64_t bytes : {header.name_bytes, header.log_bytes, header.image_bytes}) {
+    if (bytes > rest) return false;
+    rest -= bytes;
+  }
+  return rest == 0;
+}
+
 // Writes all of `bytes` to a new file. Returns false with errno set.
 bool WriteFile(const std::string& path, const std::string& bytes) {
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -95,10 +105,10 @@ std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key) 
   if (file.size() < sizeof(header)) return std::nullopt;
   std::memcpy(&header, file.data(), sizeof(header));
   const std::string checksum = Checksum(file);
-  // A matching checksum also vouches for the sizes.
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0 ||
       std::memcmp(header.key, key.data(), sizeof(header.key)) != 0 ||
-      std::memcmp(header.checksum, checksum.data(), sizeof(header.checksum)) != 0) {
+      std::memcmp(header.checksum, checksum.data(), sizeof(header.checksum)) != 0 ||
+      !AreSizesRight(header, file.size() - sizeof(header))) {
     return std::nullopt;
   }
   Cubin cubin;

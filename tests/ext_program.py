@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from jax_fp8gemm import _environment
+import pytest
+
+from jax_fp8gemm import _environment, _ffi
 
 _PRELUDE = """\
 import importlib.util
@@ -16,6 +18,17 @@ spec.loader.exec_module(ext)
 ext.configure(source_dir={source_dir!r}, cache_dir={cache_dir!r}, nvrtc_paths={nvrtc_paths!r},
               is_debug=False, dump_dir="")
 """
+
+
+def _has_nvrtc() -> bool:
+    try:
+        _ffi.nvrtc()
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 
 def start(

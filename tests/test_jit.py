@@ -11,20 +11,12 @@ import time
 import ext_program
 import pytest
 
-from jax_fp8gemm import _environment, _ffi, _jit, _kernels, _quantize_config, _tile_config
+from jax_fp8gemm import _environment, _jit, _kernels, _quantize_config, _tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
 
-def _has_nvrtc() -> bool:
-    try:
-        _ffi.nvrtc()
-    except RuntimeError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
+pytestmark = ext_program.needs_nvrtc
 
 # A small kernel: these tests are about the cache.
 _KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
