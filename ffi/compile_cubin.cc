@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "errors.h"
+#include "nvrtc_turn.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -57,6 +58,10 @@ const std::vector<std::string>& NvrtcOptions() {
 
 ffi::ErrorOr<Cubin> CompileCubin(const Nvrtc& nvrtc, const KernelSource& source,
                                  const Headers& headers) {
+  const NvrtcTurn turn;
+  if (!turn.is_granted()) {
+    return FailedPrecondition("kernel ", source.name, " cannot be compiled: the process ends");
+  }
   const auto start = std::chrono::steady_clock::now();
   std::vector<const char*> header_texts, header_names, options;
   for (const auto& [name, text] : headers) {

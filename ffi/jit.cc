@@ -1,5 +1,7 @@
 #include "jit.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
@@ -36,11 +38,32 @@ struct Jit {
   std::unordered_map<std::string, std::shared_ptr<Entry>> entries;  // by kernel name
 };
 
-// Never destroyed: handlers may run until the process ends.
-Jit& GetJit() {
-  static Jit& jit = *new Jit();
-  return jit;
+// Never destroyed: handlers may run until the process ends. Made when the library is loaded: the
+// guard of a local static could be taken by another thread at a fork.
+std::atomic<Jit*> jit_of_process{new Jit()};
+
+Jit& GetJit() { return *jit_of_process.load(std::memory_order_acquire); }
+
+// Other threads may hold any of the locks at a fork, and are not in the child: that begins with the
+// same options and an empty memory.
+thread_local std::shared_ptr<const JitSetup> setup_at_fork;
+
+void BeforeFork() {
+  std::shared_lock<std::shared_mutex> lock(GetJit().mutex);
+  setup_at_fork = GetJit().setup;
 }
+
+void InParent() { setup_at_fork.reset(); }
+
+void InChild() {
+  auto* jit = new Jit();
+  jit->setup = std::make_shared<JitSetup>(setup_at_fork->options);
+  // Another one, so that this thread forgets what it got lately.
+  jit->generation = GetJit().generation + 1;
+  jit_of_process = jit;
+}
+
+[[maybe_unused]] const int registered = pthread_atfork(BeforeFork, InParent, InChild);
 
 }  // namespace
 

@@ -5,21 +5,20 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "config_attribute.h"
 #include "driver.h"
 #include "errors.h"
 #include "gemm.h"
 #include "grouped_gemm.h"
 #include "grouped_wgrad.h"
 #include "jit.h"
+#include "nvrtc_turn.h"
+#include "python.h"
 #include "quantize.h"
 #include "quantize_config.h"
 
@@ -96,39 +95,9 @@ ffi::ErrorOr<nb::dict> DeviceInfo() {
   return info;
 }
 
-int32_t ParseField(std::string_view name, nb::handle value) {
-  const nb::object integer = nb::steal(PyNumber_Index(value.ptr()));
-  int32_t field = 0;
-  if (!integer.is_valid() || !nb::try_cast(integer, field)) {
-    PyErr_Clear();
-    throw nb::value_error(
-        StrCat("config must have an i32 ", name, "; got ", nb::repr(value).c_str()).c_str());
-  }
-  return field;
-}
-
-// Reads the fields of a config, strictly, as the handlers do.
-template <typename Config>
-Config ParseConfig(const nb::dict& dict) {
-  Config config = {};
-  for (const auto& [name, member] : ConfigFields<Config>::kAll) {
-    const nb::str key(name.data(), name.size());
-    if (!dict.contains(key)) throw nb::key_error(name.data());
-    config.*member = ParseField(name, dict[key]);
-  }
-  constexpr size_t kNumFields = std::size(ConfigFields<Config>::kAll);
-  if (dict.size() != kNumFields) {
-    throw nb::key_error(
-        StrCat("config must have ", kNumFields, " members; got ", dict.size()).c_str());
-  }
-  return config;
-}
-
 nb::dict Compile(const KernelSource& source) {
-  ffi::ErrorOr<std::shared_ptr<const Cubin>> result = [&] {
-    nb::gil_scoped_release release;
-    return NoThrow([&] { return GetOrCompile(source); });
-  }();
+  ffi::ErrorOr<std::shared_ptr<const Cubin>> result =
+      WithoutGil([&] { return NoThrow([&] { return GetOrCompile(source); }); });
   const std::shared_ptr<const Cubin> cubin = Unwrap(std::move(result));
   nb::dict report;
   report["name"] = cubin->name;
@@ -166,6 +135,11 @@ NB_MODULE(_ext, module) {
     return nb::make_tuple(info.path, info.major, info.minor);
   });
   module.def("disable_disk_cache", &DisableDiskCache);
+  // Before anything of the interpreter is taken down: NVRTC may be at work in a daemon thread.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    nb::gil_scoped_release release;
+    EndNvrtcTurns();
+  }));
   module.def(
       "configure",
       [](std::string source_dir, std::string cache_dir, std::vector<std::string> nvrtc_paths,

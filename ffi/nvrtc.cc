@@ -2,16 +2,16 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <type_traits>
 #include <utility>
 
 #include "errors.h"
+#include "nvrtc_turn.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -83,19 +83,36 @@ std::unique_ptr<Nvrtc> Open(const std::string& path, std::string* fault) {
   return nvrtc;
 }
 
+// An answer of OpenNvrtc. Never deleted, and read without a lock, which a fork could leave taken.
+struct Opened {
+  std::vector<std::string> candidates;
+  std::unique_ptr<const Nvrtc> nvrtc;
+  const Opened* next;
+};
+
+std::atomic<const Opened*> all_opened{nullptr};
+
+const Nvrtc* FindOpened(const std::vector<std::string>& candidates) {
+  for (const Opened* opened = all_opened; opened != nullptr; opened = opened->next) {
+    if (opened->candidates == candidates) return opened->nvrtc.get();
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 ffi::ErrorOr<const Nvrtc*> OpenNvrtc(const std::vector<std::string>& candidates) {
-  static std::mutex& mutex = *new std::mutex();
-  static std::map<std::string, std::unique_ptr<Nvrtc>>& opened =
-      *new std::map<std::string, std::unique_ptr<Nvrtc>>();
-  std::lock_guard<std::mutex> lock(mutex);
+  if (const Nvrtc* nvrtc = FindOpened(candidates)) return nvrtc;
+  const NvrtcTurn turn;
+  if (!turn.is_granted()) return FailedPrecondition("NVRTC cannot be opened: the process ends");
+  if (const Nvrtc* nvrtc = FindOpened(candidates)) return nvrtc;  // by the thread before
   std::string faults;
   for (const std::string& candidate : candidates) {
-    std::unique_ptr<Nvrtc>& nvrtc = opened[candidate];
     std::string fault;
-    if (nvrtc == nullptr) nvrtc = Open(candidate, &fault);
-    if (nvrtc != nullptr) return nvrtc.get();
+    if (std::unique_ptr<const Nvrtc> nvrtc = Open(candidate, &fault)) {
+      all_opened = new Opened{candidates, std::move(nvrtc), all_opened};
+      return all_opened.load()->nvrtc.get();
+    }
     faults += StrCat(faults.empty() ? " " : "; ", candidate, ": ", fault);
   }
   return FailedPrecondition("NVRTC ", kMinMajor, ".", kMinMinor, " or newer is needed and none of ",
