@@ -1,17 +1,16 @@
 #include "disk_cache.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <random>
-#include <sstream>
-#include <system_error>
 
 #include "errors.h"
+#include "trusted_folder.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -20,6 +19,9 @@ namespace fs = std::filesystem;
 
 // Change it whenever the layout below changes.
 constexpr char kMagic[8] = {'F', 'P', '8', 'G', 'E', 'M', 'M', '2'};
+
+// Entries have 20 to 200 KB.
+constexpr off_t kMaxEntryBytes = 64 << 20;
 
 // An entry is a FileHeader, then `name`, `log` and `image` of the sizes given in it.
 struct FileHeader {
@@ -49,21 +51,35 @@ bool AreSizesRight(const FileHeader& header, uint64_t rest) {
   return rest == 0;
 }
 
-// Writes all of `bytes` to a new file. Returns false with errno set.
-bool WriteFile(const std::string& path, const std::string& bytes) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd < 0) return false;
-  size_t written = 0;
-  while (written < bytes.size()) {
-    const ssize_t n = write(fd, bytes.data() + written, bytes.size() - written);
+// Reads all of a file that may be an entry; "" if it is too large for one or cannot be read.
+std::string ReadFile(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0 || info.st_size > kMaxEntryBytes) return "";
+  std::string bytes(info.st_size, '\0');
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = read(fd, bytes.data() + done, bytes.size() - done);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
-    written += n;
+    if (n <= 0) return "";
+    done += n;
   }
-  const int write_errno = errno;
-  const bool is_closed = close(fd) == 0;
-  if (written < bytes.size()) errno = write_errno;
-  return is_closed && written == bytes.size();
+  return bytes;
+}
+
+// Writes all of `bytes` to a new file of the folder. Returns false with errno set.
+bool WriteFile(int folder, const std::string& name, const std::string& bytes) {
+  FileDescriptor file(
+      openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  // Whatever the umask took away.
+  if (!file.is_open() || fchmod(file.get(), 0600) != 0) return false;
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = write(file.get(), bytes.data() + done, bytes.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    done += n;
+  }
+  return file.Close();
 }
 
 }  // namespace
@@ -95,12 +111,20 @@ std::string EntryPath(const std::string& cache_dir, const std::string& name,
   return (fs::path(cache_dir) / StrCat(name, "-", key, ".kernel")).string();
 }
 
-std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key) {
-  std::ifstream stream(path, std::ios::binary);
-  std::ostringstream text;
-  // Unlike iterators, << does not throw where reading fails.
-  if (!stream || !(text << stream.rdbuf())) return std::nullopt;
-  const std::string file = text.str();
+std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key,
+                               std::string* fault) {
+  const fs::path folder_path = fs::path(path).parent_path();
+  const FileDescriptor folder = OpenTrustedFolder(folder_path, false, fault);
+  if (!folder.is_open()) {
+    if (!fault->empty()) *fault = StrCat("cache folder ", folder_path.string(), ": ", *fault);
+    return std::nullopt;
+  }
+  const FileDescriptor opened = OpenTrustedFile(folder, fs::path(path).filename().string(), fault);
+  if (!opened.is_open()) {
+    if (!fault->empty()) *fault = StrCat("cache entry in ", folder_path.string(), ": ", *fault);
+    return std::nullopt;
+  }
+  const std::string file = ReadFile(opened.get());
   FileHeader header;
   if (file.size() < sizeof(header)) return std::nullopt;
   std::memcpy(&header, file.data(), sizeof(header));
@@ -139,22 +163,19 @@ std::string WriteEntry(const std::string& path, const std::string& key, const Cu
   file.append(cubin.image.begin(), cubin.image.end());
   file.replace(offsetof(FileHeader, checksum), sizeof(header.checksum), Checksum(file));
 
-  std::error_code error;
-  fs::create_directories(fs::path(path).parent_path(), error);
-  if (error) return StrCat(fs::path(path).parent_path().string(), ": ", error.message());
-  const std::string temporary = StrCat(path, ".", getpid(), ".", std::random_device{}(), ".tmp");
-  if (!WriteFile(temporary, file)) {
-    const std::string message = StrCat(temporary, ": ", std::strerror(errno));
-    fs::remove(temporary, error);
-    return message;
+  const fs::path folder_path = fs::path(path).parent_path();
+  std::string fault;
+  const FileDescriptor folder = OpenTrustedFolder(folder_path, true, &fault);
+  if (!folder.is_open()) return StrCat("cache folder ", folder_path.string(), ": ", fault);
+  const std::string name = fs::path(path).filename().string();
+  const std::string temporary = StrCat(name, ".", getpid(), ".", std::random_device{}(), ".tmp");
+  if (WriteFile(folder.get(), temporary, file) &&
+      renameat(folder.get(), temporary.c_str(), folder.get(), name.c_str()) == 0) {
+    return "";
   }
-  fs::rename(temporary, path, error);
-  if (error) {
-    const std::string message = StrCat(path, ": ", error.message());
-    fs::remove(temporary, error);
-    return message;
-  }
-  return "";
+  const std::string message = StrCat("cannot write ", path, ": ", std::strerror(errno));
+  unlinkat(folder.get(), temporary.c_str(), 0);
+  return message;
 }
 
 }  // namespace jax_fp8gemm

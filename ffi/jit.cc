@@ -11,6 +11,7 @@
 #include "errors.h"
 #include "nvrtc.h"
 #include "read_or_compile.h"
+#include "trusted_folder.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -44,14 +45,17 @@ std::atomic<Jit*> jit_of_process{new Jit()};
 
 Jit& GetJit() { return *jit_of_process.load(std::memory_order_acquire); }
 
+std::shared_ptr<JitSetup> GetSetup() {
+  Jit& jit = GetJit();
+  std::shared_lock<std::shared_mutex> lock(jit.mutex);
+  return jit.setup;
+}
+
 // Other threads may hold any of the locks at a fork, and are not in the child: that begins with the
 // same options and an empty memory.
 thread_local std::shared_ptr<const JitSetup> setup_at_fork;
 
-void BeforeFork() {
-  std::shared_lock<std::shared_mutex> lock(GetJit().mutex);
-  setup_at_fork = GetJit().setup;
-}
+void BeforeFork() { setup_at_fork = GetSetup(); }
 
 void InParent() { setup_at_fork.reset(); }
 
@@ -148,12 +152,15 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
   return kernel;
 }
 
+std::string CacheFault(bool make) {
+  const std::string cache_dir = GetSetup()->options.cache_dir;
+  std::string fault;
+  if (!cache_dir.empty()) OpenTrustedFolder(cache_dir, make, &fault);
+  return fault;
+}
+
 ffi::ErrorOr<NvrtcInfo> GetNvrtcInfo() {
-  std::shared_ptr<JitSetup> setup;
-  {
-    std::shared_lock<std::shared_mutex> lock(GetJit().mutex);
-    setup = GetJit().setup;
-  }
+  const std::shared_ptr<JitSetup> setup = GetSetup();
   FFI_ASSIGN_OR_RETURN(const Nvrtc* nvrtc, OpenNvrtc(setup->options.nvrtc_paths));
   return NvrtcInfo{nvrtc->path, nvrtc->major, nvrtc->minor};
 }

@@ -134,6 +134,7 @@ NB_MODULE(_ext, module) {
     const NvrtcInfo info = Unwrap(GetNvrtcInfo());
     return nb::make_tuple(info.path, info.major, info.minor);
   });
+  module.def("cache_fault", &CacheFault, nb::kw_only(), nb::arg("make"));
   module.def("disable_disk_cache", &DisableDiskCache);
   // Before anything of the interpreter is taken down: NVRTC may be at work in a daemon thread.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {

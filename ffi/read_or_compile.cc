@@ -59,6 +59,7 @@ void WarnOnce(std::once_flag& warned, const std::string& message) {
 }
 
 std::once_flag cache_fault_warned, dump_fault_warned;
+const char kUncached[] = "kernels are kept in memory only; ";
 
 ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup) {
   const auto start = std::chrono::steady_clock::now();
@@ -67,7 +68,10 @@ ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup)
   auto read = [&](const std::string& nvrtc_path) -> std::optional<Cubin> {
     const std::string key = CacheKey(source, headers, nvrtc_path);
     if (options.cache_dir.empty() || key.empty()) return std::nullopt;
-    std::optional<Cubin> cubin = ReadEntry(EntryPath(options.cache_dir, source.name, key), key);
+    std::string fault;
+    std::optional<Cubin> cubin =
+        ReadEntry(EntryPath(options.cache_dir, source.name, key), key, &fault);
+    if (!fault.empty()) WarnOnce(cache_fault_warned, kUncached + fault);
     if (cubin.has_value()) {
       const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
       ReportKernel(options, *cubin, "read from disk", elapsed.count());
@@ -90,9 +94,7 @@ ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup)
   if (!options.cache_dir.empty() && !key.empty()) {
     const std::string fault =
         WriteEntry(EntryPath(options.cache_dir, source.name, key), key, cubin);
-    if (!fault.empty()) {
-      WarnOnce(cache_fault_warned, "kernels are kept in memory only; cannot write " + fault);
-    }
+    if (!fault.empty()) WarnOnce(cache_fault_warned, kUncached + fault);
   }
   return cubin;
 }

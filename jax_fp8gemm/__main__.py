@@ -52,8 +52,10 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
     folder to go to."""
     folder = _ffi.cache_dir
-    fault = _environment.cache_fault(folder) if folder else "empty"
-    if fault is not None:
+    fault = _ffi.cache_fault(make=True) if folder else "empty"
+    if not fault and not _environment.is_writable(folder):
+        fault = "not writable"
+    if fault:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")
         return 1
     which = dict(all_formats=all_formats, with_clusters=with_clusters)

@@ -33,15 +33,6 @@ def is_writable(folder: str) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
-def cache_fault(folder: str) -> str | None:
-    """Makes the folder; why kernels cannot be kept in it, or None."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        return error.strerror
-    return None if is_writable(folder) else "not writable"
-
-
 def nvrtc_paths() -> list[str]:
     """Candidates for NVRTC, best first: the CUDA wheels of JAX, the linker's, the toolkit's."""
     if value := os.environ.get("JAX_FP8GEMM_NVRTC"):

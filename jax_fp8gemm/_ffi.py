@@ -147,16 +147,19 @@ def unavailable_reason() -> str | None:
     return reason
 
 
+def cache_fault(*, make: bool) -> str:
+    """Why kernels of the cache folder cannot be used, or ""; makes the folder if it is missing."""
+    return _ext.cache_fault(make=make) if _ext is not None else ""
+
+
 @functools.cache
 def check_cache_dir() -> None:
-    """Makes the cache folder; warns and goes on without one if it cannot be written."""
-    if not cache_dir:
-        return
-    if (fault := _environment.cache_fault(cache_dir)) is not None:
+    """Makes the cache folder; warns and goes on without one if its kernels cannot be trusted."""
+    if fault := cache_fault(make=True):
         extension().disable_disk_cache()
         warnings.warn(
             f"jax_fp8gemm: cache folder {cache_dir}: {fault}; kernels are kept in memory only. "
-            "Set JAX_FP8GEMM_CACHE_DIR to a writable folder.",
+            "Set JAX_FP8GEMM_CACHE_DIR to a folder that only you can write.",
             RuntimeWarning,
             stacklevel=2,
         )
