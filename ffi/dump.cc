@@ -5,34 +5,51 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <system_error>
 #include <vector>
 
 #include "errors.h"
+#include "trusted_folder.h"
 
 extern char** environ;
 
 namespace jax_fp8gemm {
 namespace {
 
-namespace fs = std::filesystem;
-
-bool WriteText(const fs::path& path, const char* data, size_t bytes) {
-  std::ofstream stream(path, std::ios::binary);
-  return static_cast<bool>(stream.write(data, bytes).flush());
+// A new file in place of whatever had its name: nothing is written through a link, or to a FIFO.
+FileDescriptor Create(const FileDescriptor& folder, const std::string& name) {
+  unlinkat(folder.get(), name.c_str(), 0);
+  return FileDescriptor(openat(folder.get(), name.c_str(),
+                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
 }
 
-// Runs a program found on PATH with its output in `output`. False if it cannot run or fails.
-bool RunTool(std::vector<std::string> command, const fs::path& output) {
+bool WriteText(const FileDescriptor& folder, const std::string& name, const char* data,
+               size_t bytes) {
+  FileDescriptor file = Create(folder, name);
+  while (file.is_open() && bytes > 0) {
+    const ssize_t n = write(file.get(), data, bytes);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    data += n;
+    bytes -= n;
+  }
+  return file.is_open() && file.Close();
+}
+
+// Runs a program found on PATH with its output in a new file. False if it cannot run or fails.
+bool RunTool(std::vector<std::string> command, const FileDescriptor& folder,
+             const std::string& name) {
   std::vector<char*> argv;
   for (std::string& word : command) argv.push_back(word.data());
   argv.push_back(nullptr);
+  const FileDescriptor output = Create(folder, name);
+  if (!output.is_open()) return false;
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, output.c_str(),
-                                   O_WRONLY | O_CREAT | O_TRUNC, 0666);
+  posix_spawn_file_actions_adddup2(&actions, output.get(), STDOUT_FILENO);
   posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
   pid_t pid;
   const int error = posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
@@ -46,18 +63,24 @@ bool RunTool(std::vector<std::string> command, const fs::path& output) {
 
 std::string DumpKernel(const std::string& dump_dir, const KernelSource& source,
                        const Cubin& cubin) {
-  std::error_code error;
-  fs::create_directories(dump_dir, error);
-  const fs::path base = fs::path(dump_dir) / source.name;
-  auto with = [&](const char* extension) { return fs::path(base.string() + extension); };
-  if (!WriteText(with(".cu"), source.text.data(), source.text.size()) ||
-      !WriteText(with(".log"), cubin.log.data(), cubin.log.size()) ||
-      !WriteText(with(".cubin"), cubin.image.data(), cubin.image.size())) {
-    return StrCat("cannot write ", base.string(), ".*");
+  std::error_code ignored;  // opening it tells what is wrong
+  std::filesystem::create_directories(dump_dir, ignored);
+  const FileDescriptor folder(
+      open(dump_dir.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (!folder.is_open()) {
+    return StrCat("cannot write in ", dump_dir,
+                  ", which must be a folder and no symbolic link: ", std::strerror(errno));
   }
-  if (!RunTool({"nvdisasm", "-c", with(".cubin").string()}, with(".sass")) &&
-      !RunTool({"cuobjdump", "-sass", with(".cubin").string()}, with(".sass"))) {
-    fs::remove(with(".sass"), error);
+  const std::string base = StrCat(dump_dir, "/", source.name);
+  if (!WriteText(folder, source.name + ".cu", source.text.data(), source.text.size()) ||
+      !WriteText(folder, source.name + ".log", cubin.log.data(), cubin.log.size()) ||
+      !WriteText(folder, source.name + ".cubin", cubin.image.data(), cubin.image.size())) {
+    return StrCat("cannot write ", base, ".*: ", std::strerror(errno));
+  }
+  const std::string sass = source.name + ".sass";
+  if (!RunTool({"nvdisasm", "-c", base + ".cubin"}, folder, sass) &&
+      !RunTool({"cuobjdump", "-sass", base + ".cubin"}, folder, sass)) {
+    unlinkat(folder.get(), sass.c_str(), 0);
   }
   return "";
 }

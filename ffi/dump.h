@@ -10,6 +10,7 @@
 namespace jax_fp8gemm {
 
 // Writes <name>.cu, .log, .cubin and, if nvdisasm or cuobjdump is on PATH, .sass into `dump_dir`.
+// New files replace those of the same names; `dump_dir` itself may not be a symbolic link.
 // Returns "" or what went wrong.
 std::string DumpKernel(const std::string& dump_dir, const KernelSource& source, const Cubin& cubin);
 

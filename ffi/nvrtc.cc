@@ -27,7 +27,8 @@ constexpr int kMinMinor = 4;
 void PreloadBuiltins(const fs::path& folder) {
   std::error_code error;
   for (const fs::directory_entry& file : fs::directory_iterator(folder, error)) {
-    if (file.path().filename().string().rfind("libnvrtc-builtins.so", 0) == 0) {
+    if (file.path().filename().string().rfind("libnvrtc-builtins.so", 0) == 0 &&
+        fs::is_regular_file(file.path(), error)) {
       dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
     }
   }
@@ -45,6 +46,12 @@ std::string LoadedPath(void* symbol, const std::string& candidate) {
 // nullptr if `path` is not usable, with the reason in `fault`.
 std::unique_ptr<Nvrtc> Open(const std::string& path, std::string* fault) {
   if (path.find('/') != std::string::npos) {
+    std::error_code error;
+    const fs::file_status status = fs::status(path, error);  // behind symbolic links
+    if (fs::exists(status) && !fs::is_regular_file(status)) {
+      *fault = "is not a regular file";  // dlopen would wait for whoever writes to a FIFO
+      return nullptr;
+    }
     PreloadBuiltins(fs::path(path).parent_path());
   }
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

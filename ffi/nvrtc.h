@@ -34,7 +34,8 @@ struct Nvrtc {
 };
 
 // Opens the first candidate that works and is new enough. A candidate is a path, or a soname for
-// the linker to find. The library stays open. The error lists every candidate with its fault.
+// the linker to find; behind a path must be a regular file. The library stays open. The error lists
+// every candidate with its fault.
 ffi::ErrorOr<const Nvrtc*> OpenNvrtc(const std::vector<std::string>& candidates);
 
 // The candidate that OpenNvrtc would most likely choose, without opening it: the first that exists
