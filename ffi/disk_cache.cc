@@ -4,11 +4,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <random>
 
+#include "clean_cache.h"
 #include "errors.h"
 #include "trusted_folder.h"
 
@@ -20,8 +23,11 @@ namespace fs = std::filesystem;
 // Change it whenever the layout below changes.
 constexpr char kMagic[8] = {'F', 'P', '8', 'G', 'E', 'M', 'M', '2'};
 
-// Entries have 20 to 200 KB.
+// Entries have some 40 KB.
 constexpr off_t kMaxEntryBytes = 64 << 20;
+
+// A process cleans the folder after its first write, and then after every so many.
+constexpr uint64_t kWritesPerCleaning = 100;
 
 // An entry is a FileHeader, then `name`, `log` and `image` of the sizes given in it.
 struct FileHeader {
@@ -51,35 +57,18 @@ bool AreSizesRight(const FileHeader& header, uint64_t rest) {
   return rest == 0;
 }
 
-// Reads all of a file that may be an entry; "" if it is too large for one or cannot be read.
-std::string ReadFile(int fd) {
+// Dates an entry anew that is used now and was not for a day: cleaning goes by that.
+void MarkUsed(int fd) {
   struct stat info;
-  if (fstat(fd, &info) != 0 || info.st_size > kMaxEntryBytes) return "";
-  std::string bytes(info.st_size, '\0');
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = read(fd, bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return "";
-    done += n;
+  if (fstat(fd, &info) == 0 && std::time(nullptr) - info.st_mtime > kUseSeconds) {
+    futimens(fd, nullptr);  // fails on what an administrator wrote for all
   }
-  return bytes;
 }
 
-// Writes all of `bytes` to a new file of the folder. Returns false with errno set.
-bool WriteFile(int folder, const std::string& name, const std::string& bytes) {
-  FileDescriptor file(
-      openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-  // Whatever the umask took away.
-  if (!file.is_open() || fchmod(file.get(), 0600) != 0) return false;
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = write(file.get(), bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    done += n;
-  }
-  return file.Close();
+// When a file was written, by the clock that all other files go by, or this host's.
+time_t TimeOf(const FileDescriptor& folder, const std::string& name) {
+  struct stat info;
+  return fstatat(folder.get(), name.c_str(), &info, 0) == 0 ? info.st_mtime : std::time(nullptr);
 }
 
 }  // namespace
@@ -124,7 +113,7 @@ std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key,
     if (!fault->empty()) *fault = StrCat("cache entry in ", folder_path.string(), ": ", *fault);
     return std::nullopt;
   }
-  const std::string file = ReadFile(opened.get());
+  const std::string file = ReadFile(opened, kMaxEntryBytes);
   FileHeader header;
   if (file.size() < sizeof(header)) return std::nullopt;
   std::memcpy(&header, file.data(), sizeof(header));
@@ -135,6 +124,7 @@ std::optional<Cubin> ReadEntry(const std::string& path, const std::string& key,
       !AreSizesRight(header, file.size() - sizeof(header))) {
     return std::nullopt;
   }
+  MarkUsed(opened.get());
   Cubin cubin;
   size_t at = sizeof(header);
   cubin.name = file.substr(at, header.name_bytes);
@@ -169,8 +159,11 @@ std::string WriteEntry(const std::string& path, const std::string& key, const Cu
   if (!folder.is_open()) return StrCat("cache folder ", folder_path.string(), ": ", fault);
   const std::string name = fs::path(path).filename().string();
   const std::string temporary = StrCat(name, ".", getpid(), ".", std::random_device{}(), ".tmp");
-  if (WriteFile(folder.get(), temporary, file) &&
+  if (WriteNewFile(folder, temporary, file, 0600) &&
       renameat(folder.get(), temporary.c_str(), folder.get(), name.c_str()) == 0) {
+    // Listing the folder takes far less time than compiling, but is not free on a network.
+    static std::atomic<uint64_t> num_written{0};
+    if (num_written++ % kWritesPerCleaning == 0) CleanCache(folder, TimeOf(folder, name));
     return "";
   }
   const std::string message = StrCat("cannot write ", path, ": ", std::strerror(errno));

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <string_view>
 #include <system_error>
 #include <vector>
 
@@ -19,24 +20,16 @@ extern char** environ;
 namespace jax_fp8gemm {
 namespace {
 
-// A new file in place of whatever had its name: nothing is written through a link, or to a FIFO.
-FileDescriptor Create(const FileDescriptor& folder, const std::string& name) {
+constexpr mode_t kMode = 0644;
+
+// Makes way for a new file: nothing is written through a link, or to a FIFO.
+void Remove(const FileDescriptor& folder, const std::string& name) {
   unlinkat(folder.get(), name.c_str(), 0);
-  return FileDescriptor(openat(folder.get(), name.c_str(),
-                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
 }
 
-bool WriteText(const FileDescriptor& folder, const std::string& name, const char* data,
-               size_t bytes) {
-  FileDescriptor file = Create(folder, name);
-  while (file.is_open() && bytes > 0) {
-    const ssize_t n = write(file.get(), data, bytes);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    data += n;
-    bytes -= n;
-  }
-  return file.is_open() && file.Close();
+bool WriteText(const FileDescriptor& folder, const std::string& name, std::string_view text) {
+  Remove(folder, name);
+  return WriteNewFile(folder, name, text, kMode);
 }
 
 // Runs a program found on PATH with its output in a new file. False if it cannot run or fails.
@@ -45,7 +38,9 @@ bool RunTool(std::vector<std::string> command, const FileDescriptor& folder,
   std::vector<char*> argv;
   for (std::string& word : command) argv.push_back(word.data());
   argv.push_back(nullptr);
-  const FileDescriptor output = Create(folder, name);
+  Remove(folder, name);
+  const FileDescriptor output(openat(folder.get(), name.c_str(),
+                                     O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, kMode));
   if (!output.is_open()) return false;
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
@@ -72,15 +67,15 @@ std::string DumpKernel(const std::string& dump_dir, const KernelSource& source,
                   ", which must be a folder and no symbolic link: ", std::strerror(errno));
   }
   const std::string base = StrCat(dump_dir, "/", source.name);
-  if (!WriteText(folder, source.name + ".cu", source.text.data(), source.text.size()) ||
-      !WriteText(folder, source.name + ".log", cubin.log.data(), cubin.log.size()) ||
-      !WriteText(folder, source.name + ".cubin", cubin.image.data(), cubin.image.size())) {
+  if (!WriteText(folder, source.name + ".cu", source.text) ||
+      !WriteText(folder, source.name + ".log", cubin.log) ||
+      !WriteText(folder, source.name + ".cubin", {cubin.image.data(), cubin.image.size()})) {
     return StrCat("cannot write ", base, ".*: ", std::strerror(errno));
   }
   const std::string sass = source.name + ".sass";
   if (!RunTool({"nvdisasm", "-c", base + ".cubin"}, folder, sass) &&
       !RunTool({"cuobjdump", "-sass", base + ".cubin"}, folder, sass)) {
-    unlinkat(folder.get(), sass.c_str(), 0);
+    Remove(folder, sass);
   }
   return "";
 }

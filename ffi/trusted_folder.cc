@@ -147,4 +147,32 @@ FileDescriptor OpenTrustedFile(const FileDescriptor& folder, const std::string& 
   return fault->empty() ? std::move(file) : FileDescriptor();
 }
 
+std::string ReadFile(const FileDescriptor& file, int64_t max_bytes) {
+  struct stat info;
+  if (fstat(file.get(), &info) != 0 || info.st_size > max_bytes) return "";
+  std::string bytes(info.st_size, '\0');
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = read(file.get(), bytes.data() + done, bytes.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return "";
+    done += n;
+  }
+  return bytes;
+}
+
+bool WriteNewFile(const FileDescriptor& folder, const std::string& name, std::string_view bytes,
+                  mode_t mode) {
+  FileDescriptor file(openat(folder.get(), name.c_str(),
+                             O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode));
+  if (!file.is_open() || fchmod(file.get(), mode) != 0) return false;
+  while (!bytes.empty()) {
+    const ssize_t n = write(file.get(), bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    bytes.remove_prefix(n);
+  }
+  return file.Close();
+}
+
 }  // namespace jax_fp8gemm

@@ -3,9 +3,12 @@
 #ifndef JAX_FP8GEMM_TRUSTED_FOLDER_H_
 #define JAX_FP8GEMM_TRUSTED_FOLDER_H_
 
+#include <sys/types.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace jax_fp8gemm {
@@ -43,6 +46,14 @@ FileDescriptor OpenTrustedFolder(const std::string& path, bool make, std::string
 // that nobody else may write; no symbolic link. `fault` as above.
 FileDescriptor OpenTrustedFile(const FileDescriptor& folder, const std::string& name,
                                std::string* fault);
+
+// All of an open file; "" if it is larger or cannot be read.
+std::string ReadFile(const FileDescriptor& file, int64_t max_bytes);
+
+// Writes a file that was not there before, with that mode whatever the umask. False with errno set
+// if something of that name is there, or writing fails.
+bool WriteNewFile(const FileDescriptor& folder, const std::string& name, std::string_view bytes,
+                  mode_t mode);
 
 }  // namespace jax_fp8gemm
 
