@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "utf8.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
@@ -56,19 +57,19 @@ class Failure {
 // The caller broke a rule of the operation: "<op>: <what must hold>; got <...>. <what to do>".
 template <typename... Args>
 Failure InvalidArgument(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kInvalidArgument, StrCat(args...)));
+  return Failure(ffi::Error(ffi::ErrorCode::kInvalidArgument, Utf8(StrCat(args...))));
 }
 
 // This machine cannot do it: no GPU, old driver, no NVRTC.
 template <typename... Args>
 Failure FailedPrecondition(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kFailedPrecondition, StrCat(args...)));
+  return Failure(ffi::Error(ffi::ErrorCode::kFailedPrecondition, Utf8(StrCat(args...))));
 }
 
 // CUDA, NVRTC or this library failed.
 template <typename... Args>
 Failure Internal(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kInternal, StrCat(args...)));
+  return Failure(ffi::Error(ffi::ErrorCode::kInternal, Utf8(StrCat(args...))));
 }
 
 // Runs `body`, which returns ffi::Error or ffi::ErrorOr, and turns an exception into an error:

@@ -11,7 +11,6 @@
 #include "errors.h"
 #include "nvrtc.h"
 #include "read_or_compile.h"
-#include "trusted_folder.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -150,13 +149,6 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
                                                   dynamic_smem_bytes, kernel, device));
   entry->smem_bytes[device].store(dynamic_smem_bytes, std::memory_order_release);
   return kernel;
-}
-
-std::string CacheFault(bool make) {
-  const std::string cache_dir = GetSetup()->options.cache_dir;
-  std::string fault;
-  if (!cache_dir.empty()) OpenTrustedFolder(cache_dir, make, &fault);
-  return fault;
 }
 
 ffi::ErrorOr<NvrtcInfo> GetNvrtcInfo() {

@@ -54,10 +54,6 @@ struct JitOptions {
 // Sets the options and forgets the memory cache. Loaded kernels stay loaded.
 void Configure(JitOptions options);
 
-// Why kernels cannot be read from the cache folder, which is made if `make` and it is missing; ""
-// if they can, or there is no disk cache.
-std::string CacheFault(bool make);
-
 // Goes on without a disk cache; what is in memory stays.
 void DisableDiskCache();
 

@@ -3,13 +3,11 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "driver.h"
 #include "errors.h"
@@ -21,6 +19,8 @@
 #include "python.h"
 #include "quantize.h"
 #include "quantize_config.h"
+#include "trusted_folder.h"
+#include "utf8.h"
 
 namespace nb = nanobind;
 
@@ -105,7 +105,7 @@ nb::dict Compile(const KernelSource& source) {
   report["registers"] = cubin->registers;
   report["spill_bytes"] = cubin->spill_bytes;
   report["cubin_bytes"] = cubin->image.size();
-  report["log"] = cubin->log;
+  report["log"] = Utf8(cubin->log);
   return report;
 }
 
@@ -132,9 +132,16 @@ NB_MODULE(_ext, module) {
   module.def("device_info", [] { return Unwrap(DeviceInfo()); });
   module.def("nvrtc_info", [] {
     const NvrtcInfo info = Unwrap(GetNvrtcInfo());
-    return nb::make_tuple(info.path, info.major, info.minor);
+    return nb::make_tuple(Utf8(info.path), info.major, info.minor);
   });
-  module.def("cache_fault", &CacheFault, nb::kw_only(), nb::arg("make"));
+  module.def(
+      "cache_fault",
+      [](nb::handle folder, bool make) {
+        std::string fault;
+        OpenTrustedFolder(FsEncode(folder), make, &fault);
+        return Utf8(fault);
+      },
+      nb::arg("folder"), nb::kw_only(), nb::arg("make"));
   module.def("disable_disk_cache", &DisableDiskCache);
   // Before anything of the interpreter is taken down: NVRTC may be at work in a daemon thread.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
@@ -143,10 +150,12 @@ NB_MODULE(_ext, module) {
   }));
   module.def(
       "configure",
-      [](std::string source_dir, std::string cache_dir, std::vector<std::string> nvrtc_paths,
-         bool is_debug, std::string dump_dir) {
-        Configure(JitOptions{std::move(source_dir), std::move(cache_dir), std::move(nvrtc_paths),
-                             is_debug, std::move(dump_dir)});
+      [](nb::handle source_dir, nb::handle cache_dir, nb::iterable nvrtc_paths, bool is_debug,
+         nb::handle dump_dir) {
+        JitOptions options = {
+            FsEncode(source_dir), FsEncode(cache_dir), {}, is_debug, FsEncode(dump_dir)};
+        for (nb::handle path : nvrtc_paths) options.nvrtc_paths.push_back(FsEncode(path));
+        Configure(std::move(options));
       },
       nb::kw_only(), nb::arg("source_dir"), nb::arg("cache_dir"), nb::arg("nvrtc_paths"),
       nb::arg("is_debug"), nb::arg("dump_dir"));

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <iterator>
+#include <string>
 #include <string_view>
 
 #include "config_attribute.h"
@@ -32,6 +33,14 @@ auto WithoutGil(Work&& work) {
     for (;;) pause();
   }
   return result;
+}
+
+// A path as the system has it: what os.fsencode gives of str, bytes or os.PathLike.
+inline std::string FsEncode(nb::handle path) {
+  PyObject* object = nullptr;
+  if (PyUnicode_FSConverter(path.ptr(), &object) == 0) throw nb::python_error();
+  const auto bytes = nb::steal<nb::bytes>(object);
+  return std::string(bytes.c_str(), bytes.size());
 }
 
 inline int32_t ParseField(std::string_view name, nb::handle value) {

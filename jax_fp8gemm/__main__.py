@@ -55,8 +55,9 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     fault = _ffi.cache_fault(make=True) if folder else "empty"
     if not fault and not _environment.is_writable(folder):
         fault = "not writable"
+    name = _environment.printable(folder)
     if fault:
-        print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{folder}': {fault}")
+        print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{name}': {fault}")
         return 1
     which = dict(all_formats=all_formats, with_clusters=with_clusters)
     gemm = _kernels.gemm_kernels(_ffi.num_sms(), **which)
@@ -77,7 +78,7 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
                 continue
             num_cached += report.cached
             print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
-    print(f"{len(tasks) - num_failed} kernels in {folder}: {num_cached} were there already")
+    print(f"{len(tasks) - num_failed} kernels in {name}: {num_cached} were there already")
     return 1 if num_failed else 0
 
 

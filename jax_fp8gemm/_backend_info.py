@@ -87,11 +87,12 @@ def _jax_fault() -> str | None:
 def _cache() -> str:
     if not (cache_dir := _ffi.cache_dir):
         return "none: kernels are kept in memory only"
+    name = _environment.printable(cache_dir)
     is_writable = _environment.is_writable(cache_dir)
     fault = _ffi.cache_fault(make=False)
     if not is_writable and (fault or not Path(cache_dir).is_dir()):
-        return f"none: {cache_dir} cannot be written; kernels are kept in memory only"
+        return f"none: {name} cannot be written; kernels are kept in memory only"
     if fault:
         return f"none: {fault}; kernels are kept in memory only"
     kernels = f"{len(list(Path(cache_dir).glob('*.kernel')))} kernels"
-    return f"{cache_dir} ({kernels}{'' if is_writable else ', read-only'})"
+    return f"{name} ({kernels}{'' if is_writable else ', read-only'})"

@@ -26,6 +26,12 @@ def cache_dir() -> str:
     return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
 
 
+def printable(path: str) -> str:
+    """The path with bytes that are no UTF-8 as \\xNN: Python has them as characters that no stream
+    takes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def is_writable(folder: str) -> bool:
     """Whether the folder, which need not exist, can be written in; makes nothing."""
     path = Path(folder).absolute()

@@ -148,8 +148,8 @@ def unavailable_reason() -> str | None:
 
 
 def cache_fault(*, make: bool) -> str:
-    """Why kernels of the cache folder cannot be used, or ""; makes the folder if it is missing."""
-    return _ext.cache_fault(make=make) if _ext is not None else ""
+    """Why kernels of the cache folder cannot be used, or "". `make`: it is made where missing."""
+    return _ext.cache_fault(cache_dir, make=make) if _ext is not None and cache_dir else ""
 
 
 @functools.cache
@@ -157,9 +157,10 @@ def check_cache_dir() -> None:
     """Makes the cache folder; warns and goes on without one if its kernels cannot be trusted."""
     if fault := cache_fault(make=True):
         extension().disable_disk_cache()
+        folder = _environment.printable(cache_dir)
         warnings.warn(
-            f"jax_fp8gemm: cache folder {cache_dir}: {fault}; kernels are kept in memory only. "
-            "Set JAX_FP8GEMM_CACHE_DIR to a folder that only you can write.",
+            f"jax_fp8gemm: cache folder {folder}: {fault}; kernels are kept in memory only. Set "
+            "JAX_FP8GEMM_CACHE_DIR to a folder that only you can write.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -224,7 +224,11 @@ def test_a_refused_folder_is_one_warning(refused, recwarn):
     assert "kernels are kept in memory only" in str(warning.message)
 
 
-def test_info_says_why_a_folder_is_refused(refused):
+@pytest.mark.filterwarnings("ignore:.*cache folder")
+@pytest.mark.parametrize("is_warned", [False, True])
+def test_info_says_why_a_folder_is_refused(refused, is_warned):
+    if is_warned:
+        _ffi.check_cache_dir()
     info = _backend_info.backend_info().cache_dir
     assert info.startswith(f"none: others can write {refused} (mode 0777")
 

@@ -2,9 +2,12 @@
 
 import importlib.machinery
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import ext_program
 import pytest
 
 import jax_fp8gemm
@@ -120,3 +123,77 @@ def test_relative_paths_are_those_of_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "cache")
     assert _environment.nvrtc_paths() == [f"{tmp_path}/lib/libnvrtc.so"]
     assert _environment.cache_dir() == f"{tmp_path}/cache"
+
+
+# Bytes of no UTF-8, which Linux takes in any name
+
+_NVRTC_PROGRAM = """
+import jax_fp8gemm
+from jax_fp8gemm import __main__, _ffi, _jit
+config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+try:
+    print("cached:", _jit.compile_quantize(config).cached)
+except RuntimeError as error:
+    print(error)
+__main__.main(["info"])
+"""
+
+
+def _run_with(variables):
+    """Output of a process with these variables, of bytes, alone and all others unset."""
+    ours = {os.fsencode(name): value for name, value in variables.items()}
+    others = {b"PATH": os.fsencode(os.environ["PATH"]), b"JAX_PLATFORMS": b"cpu"}
+    command = [sys.executable, "-P", "-c", _NVRTC_PROGRAM]
+    done = subprocess.run(command, env=others | ours, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+@ext_program.needs_nvrtc
+def test_names_need_not_be_utf8(tmp_path):
+    home = os.fsencode(tmp_path) + b"/h\xf6me"
+    os.mkdir(home)
+    os.symlink(os.path.dirname(_ffi.nvrtc()[0]), home + b"/\xff")
+    library = home + b"/\xff/" + os.path.basename(os.fsencode(_ffi.nvrtc()[0]))
+    variables = dict(
+        HOME=home,
+        CUDA_HOME=home + b"/cuda",
+        JAX_FP8GEMM_NVRTC=library,
+        JAX_FP8GEMM_DUMP_DIR=home + b"/dump",
+        JAX_FP8GEMM_JIT_DEBUG=b"\xff",
+    )
+    for cached in (False, True):
+        output = _run_with(variables)
+        assert f"cached: {cached}\n" in output
+        assert f"{tmp_path}/h\\xf6me/.cache/jax_fp8gemm (1 kernels)\n" in output
+        assert f"({tmp_path}/h\\xf6me/\\xff/libnvrtc.so" in output
+    assert len(os.listdir(home + b"/dump")) >= 3
+
+
+def test_names_in_errors_need_not_be_utf8(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/\xfe"
+    os.mkdir(folder)
+    os.chmod(folder, 0o777)
+    output = _run_with(dict(JAX_FP8GEMM_NVRTC=b"/none/\xff.so", XDG_CACHE_HOME=folder))
+    assert "/none/\\xff.so: cannot open shared object file" in output
+    assert f"none: others can write {tmp_path}/\\xfe (mode 0777" in output
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        (b"/caf\xc3\xa9", "/caf\u00e9"),
+        (b"/\xc3", "/\\xc3"),
+        (b"/\xe0\x80\x80\xed\xa0\x80", "/\\xe0\\x80\\x80\\xed\\xa0\\x80"),
+        (b"/\xf0\x9f\x98\x80\xf4\x90\x80\x80", "/\U0001f600\\xf4\\x90\\x80\\x80"),
+    ],
+)
+def test_a_name_in_an_error_is_utf8_and_the_rest_escaped(path, expected):
+    ext = _ffi.extension()
+    ext.configure(
+        source_dir=b"/", cache_dir="", nvrtc_paths=[path], is_debug=False, dump_dir=Path("/")
+    )
+    with pytest.raises(RuntimeError) as error:
+        ext.nvrtc_info()
+    assert f"works: {expected}: " in str(error.value)
+    assert _environment.printable(os.fsdecode(path)) == expected
