@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
-    folder to go to."""
+    folder to go to or no compiler."""
     folder = _ffi.cache_dir
     fault = _ffi.cache_fault(make=True) if folder else "empty"
     if not fault and not _environment.is_writable(folder):
@@ -58,6 +58,11 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     name = _environment.printable(folder)
     if fault:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{name}': {fault}")
+        return 1
+    try:
+        _ffi.nvrtc()
+    except RuntimeError as error:  # which each kernel would repeat
+        print(f"precompile needs NVRTC: {error}")
         return 1
     which = dict(all_formats=all_formats, with_clusters=with_clusters)
     gemm = _kernels.gemm_kernels(_ffi.num_sms(), **which)

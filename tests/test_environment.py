@@ -112,6 +112,16 @@ def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
     assert "--jobs must be at least 1; got 0" in capsys.readouterr().err
 
 
+def test_precompile_without_nvrtc_says_so_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "/none/libnvrtc.so.13")
+    _ffi._configure()
+    assert __main__.main(["precompile"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("precompile needs NVRTC: NVRTC 12.4 or newer is needed and none of 1 ")
+    assert line.count("Install nvidia-cuda-nvrtc") == 1
+
+
 def test_the_kernel_sources_are_found():
     names = {path.name for path in Path(_environment.source_dir()).glob("*.cuh")}
     assert {"gemm.cuh", "quantize.cuh"} <= names
