@@ -1,10 +1,14 @@
-# make demo | test | gpu-test | lint. Each sets up $(VENV) first.
+# make demo | test | gpu-test | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
+#   make fuzz-ffi         random calls for longer, on a fake driver (FUZZ, SEED)
+#   make tsan             its threads under ThreadSanitizer
+#   make golden-launches  writes the launches that tests compare with
 #
 #   PYTHON   interpreter of the virtual environment, 3.11 or newer
 #   VENV     its folder
 #   JAX      what to install as JAX; with an NVIDIA driver, JAX's CUDA wheels too
 #   OFFLINE  1: download nothing; use the packages that PYTHON has
 #   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
+#   FUZZ, SEED   how many times the random calls of CI fuzz-ffi makes, and its seed
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,6 +16,8 @@ JAX ?= $(if $(shell command -v nvidia-smi),jax[cuda13],jax)
 OFFLINE ?=
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
+FUZZ ?= 20
+SEED ?= $(shell date +%s)
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 # Python compiles what it imports: not all that JAX brings along.
@@ -21,8 +27,11 @@ PRINT_PACKAGES = import sys; print(*(p for p in sys.path if p.endswith("-package
 PRINT_PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
 CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h)
 CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
+HARNESS = tests/ffi_harness
+HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
+TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test lint clean
+.PHONY: demo test gpu-test lint fuzz-ffi tsan golden-launches clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -37,7 +46,17 @@ lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
-	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES) $(CUDA_SOURCES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES) $(CUDA_SOURCES) \
+	  $(HARNESS_SOURCES)
+
+fuzz-ffi: $(VENV)/installed
+	JAX_FP8GEMM_FUZZ=$(FUZZ) JAX_FP8GEMM_FUZZ_SEED=$(SEED) $(TEST_HARNESS)
+
+tsan: $(VENV)/installed
+	JAX_FP8GEMM_HARNESS=tsan JAX_FP8GEMM_FUZZ=10 $(TEST_HARNESS) -k threads
+
+golden-launches: $(VENV)/installed
+	PYTHONPATH=tests:$(HARNESS) $(VENV)/bin/python $(HARNESS)/golden.py
 
 clean:
 	rm -rf $(VENV) build

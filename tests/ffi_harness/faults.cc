@@ -1,0 +1,127 @@
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <set>
+
+#include "calls.h"
+#include "commands.h"
+#include "fake_nvrtc.h"
+
+namespace harness {
+namespace {
+
+constexpr int kLaunchFailure = 719;
+
+struct Counts {
+  long num_failures = 0, num_recoveries = 0;
+  std::set<std::string> failed_calls;
+};
+
+void RequireNothingLeft(const Case& c) {
+  Require(NumErrors() == 0 ? "" : "an error was not destroyed", c);
+  Require(fake::NumPrograms() == 0 ? "" : "an NVRTC program was not destroyed", c);
+}
+
+// Runs a case in which the call `failed` was told to fail, and then once more.
+void RequireErrorAndRecovery(const Case& c, const Outcome& outcome, const std::string& failed,
+                             const std::string& word, Counts& counts) {
+  Require(failed.empty() ? "no call was made to fail" : "", c);
+  counts.failed_calls.insert(failed);
+  RequireGood(c, outcome);
+  if (outcome.error) {
+    const bool names_it = outcome.error->message.find(word) != std::string::npos;
+    Require(names_it ? "" : "an error must say " + word + "; got: " + outcome.error->message, c);
+    ++counts.num_failures;
+  } else {
+    ++counts.num_recoveries;
+  }
+  RequireNothingLeft(c);
+  RequireSuccess(c, RunStages(c));
+  RequireNothingLeft(c);
+}
+
+void FailEachDriverCall(const Case& c, Counts& counts) {
+  Reconfigure();
+  const long before = fake::NumCalls();
+  const Outcome whole = RunStages(c);
+  RequireSuccess(c, whole);
+  const long num_calls = fake::NumCalls() - before;
+  for (long nth = 1; nth <= num_calls; ++nth) {
+    Reconfigure();
+    fake::FailCall(nth, kLaunchFailure);
+    const Outcome outcome = RunStages(c);
+    const std::string failed = fake::FailedCall();
+    fake::FailCall(0, 0);
+    RequireErrorAndRecovery(c, outcome, failed, failed, counts);
+  }
+}
+
+void FailEachNvrtcCall(const Case& c, Counts& counts) {
+  Reconfigure();
+  const long before = fake::NumNvrtcCalls();
+  RequireSuccess(c, RunStages(c));
+  const long num_calls = fake::NumNvrtcCalls() - before;
+  for (long nth = 1; nth <= num_calls; ++nth) {
+    Reconfigure();
+    fake::FailNvrtcCall(nth);
+    const Outcome outcome = RunStages(c);
+    const std::string failed = fake::FailedNvrtcCall();
+    fake::FailNvrtcCall(0);
+    RequireErrorAndRecovery(c, outcome, failed, "NVRTC_ERROR_FAKE", counts);
+  }
+}
+
+// The driver is opened once in a process. In a process of its own, the nth call of that fails; the
+// answer stays the same. Returns false if there are less than n calls.
+bool FailToOpen(const Case& c, long nth) {
+  static const std::set<std::string> opening_calls = {"cuGetProcAddress", "cuInit",
+                                                      "cuDriverGetVersion"};
+  constexpr int kNoSuchCall = 2;
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    Reconfigure();
+    fake::FailCall(nth, kLaunchFailure);
+    const Outcome first = RunStages(c);
+    const std::string failed = fake::FailedCall();
+    if (opening_calls.count(failed) == 0) _exit(kNoSuchCall);
+    RequireGood(c, first);
+    Require(first.error ? "" : "must fail without a driver", c);
+    const Outcome second = RunStages(c);
+    Require(second.error && second.error->message == first.error->message
+                ? ""
+                : "the driver must give the same answer each time",
+            c);
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  const bool is_good =
+      WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == kNoSuchCall);
+  Require(is_good ? "" : "opening the driver failed badly at call " + std::to_string(nth), c);
+  return WEXITSTATUS(status) == 0;
+}
+
+}  // namespace
+
+void RunFaults(const std::vector<Case>& cases) {
+  // First, as long as this process has not opened the driver.
+  long num_opening_calls = 0;
+  while (FailToOpen(cases[0], num_opening_calls + 1)) ++num_opening_calls;
+  // From here on it is open, and NVRTC too.
+  Reconfigure();
+  RequireSuccess(cases[0], RunStages(cases[0]));
+  Counts counts;
+  for (const Case& c : cases) {
+    FailEachDriverCall(c, counts);
+    FailEachNvrtcCall(c, counts);
+  }
+  std::printf(
+      "faults: %zu cases, %ld calls of opening the driver; %ld errors and %ld recoveries "
+      "from %zu functions\n",
+      cases.size(), num_opening_calls, counts.num_failures, counts.num_recoveries,
+      counts.failed_calls.size());
+}
+
+}  // namespace harness

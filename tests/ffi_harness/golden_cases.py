@@ -1,0 +1,225 @@
+"""Named launches of every operation: what they are called with.
+
+The harness makes these calls (`record`, `faults`); golden_launches.json has what the device was
+told in each, and launch_model.py derives most of that anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from package_configs import NUM_SMS, config_text
+from shapes import Shape
+
+from jax_fp8gemm import _quantize_config, _tile_config
+from jax_fp8gemm._tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
+
+# Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
+SHAPES = {
+    "deepseek-v3": Shape(4096, 7168, 2048),
+    "deepseek-v3 decode": Shape(64, 2112, 7168),
+    "one row": Shape(1, 576, 7168),
+    "m no multiple of 4": Shape(4001, 4096, 512),
+    "k and n not whole blocks": Shape(200, 2888, 2896),
+    "short last row of tiles": Shape(4104, 24576, 1536),
+    "last round cut": Shape(1024, 2304, 1024),
+}
+
+
+def num_blocks(x: int) -> int:
+    return -(-x // 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. args, rets: name -> (short type, dims)."""
+
+    name: str
+    op: str
+    config: dict[str, int]
+    args: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    rets: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    rows_per_group: int | None = None
+
+    def text(self) -> str:
+        """The case in the harness's format."""
+        lines = [f"case {self.name}", f"op {self.op}"]
+        if self.rows_per_group is not None:
+            lines.append(f"rows_per_group {self.rows_per_group}")
+        lines.append(f"config {config_text(self.config)}")
+        for kind, buffers in (("arg", self.args), ("ret", self.rets)):
+            for name, (dtype, dims) in buffers.items():
+                lines.append(" ".join([kind, name, dtype, *map(str, dims)]))
+        return "\n".join(lines) + "\n"
+
+
+def all_cases() -> list[Case]:
+    cases = [*_dense_cases(), *_grouped_cases(), *_quantize_cases()]
+    assert len({case.name for case in cases}) == len(cases)
+    return cases
+
+
+# Products
+
+
+def _tile_name(config: TileConfig) -> str:
+    clusters = f" cluster {config.cluster_m}x{config.cluster_n}"
+    name = f"{config.block_m}x{config.block_n} sub {config.sub_n}"
+    return name + (clusters if config.cluster_m * config.cluster_n > 1 else "")
+
+
+def _attributes(config: TileConfig, *, is_1d1d: bool, out: str, grouping: int = 0, e5m2=False):
+    attributes = config.attributes(
+        is_1d1d=is_1d1d,
+        out_f32=out != "bf16",
+        accumulate=out == "accumulate",
+        lhs_e5m2=e5m2,
+        rhs_e5m2=False,
+        num_sms=NUM_SMS,
+        grouping=grouping,
+    )
+    return {name: int(value) for name, value in attributes.items()}
+
+
+def _dense(name: str, shape: Shape, config: TileConfig, out: str = "bf16", is_1d1d=False, **kw):
+    m, n, k = shape
+    out_type = "bf16" if out == "bf16" else "f32"
+    args = {
+        "lhs": ("f8e5m2" if kw.get("e5m2") else "f8e4m3fn", (m, k)),
+        "lhs_scale": ("f32", (m, num_blocks(k))),
+        "rhs": ("f8e4m3fn", (n, k)),
+        "rhs_scale": ("f32", (n if is_1d1d else num_blocks(n), num_blocks(k))),
+    }
+    if out == "accumulate":
+        args["accum"] = (out_type, (m, n))
+    attributes = _attributes(config, is_1d1d=is_1d1d, out=out, **kw)
+    return Case(name, "gemm", attributes, args, {"out": (out_type, (m, n))})
+
+
+def _dense_cases() -> list[Case]:
+    cases = []
+    # Every tile once, on one shape after the other.
+    for family, is_1d1d in (("1d2d", False), ("1d1d", True)):
+        configs = _tile_config.configs(is_1d1d=is_1d1d, with_clusters=True)
+        for i, config in enumerate(configs):
+            shape_name = list(SHAPES)[i % len(SHAPES)]
+            name = f"dense {family} {_tile_name(config)}, {shape_name}"
+            out = "f32" if is_1d1d else "bf16"
+            cases.append(_dense(name, SHAPES[shape_name], config, out, is_1d1d))
+    # Every shape once, in the largest tile.
+    large = max(_tile_config.CONFIGS, key=lambda c: c.block_m * c.block_n)
+    for shape_name, shape in SHAPES.items():
+        cases.append(
+            _dense(f"dense 1d1d accumulate, {shape_name}", shape, large, "accumulate", True)
+        )
+        cases.append(_dense(f"dense 1d2d f32, {shape_name}", shape, large, "f32", e5m2=True))
+    return cases
+
+
+def _grouped_cases() -> list[Case]:
+    cases = []
+    for i, config in enumerate(_tile_config.configs(GROUPED_ROWS, is_1d1d=False)):
+        out = ("bf16", "f32")[i % 2]
+        for m, rows_per_group, g in ((4001, 0, 9), (8192, 0, 256), (2048, 128, 16)):
+            form = f"masked {rows_per_group}" if rows_per_group else f"{m} rows"
+            name = f"grouped rows {_tile_name(config)} {out}, {form}, {g} groups"
+            case = _grouped_rows(name, config, out, m, g)
+            cases.append(replace(case, rows_per_group=rows_per_group))
+    for config in _tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
+        for out in ("bf16", "f32", "accumulate"):
+            name = f"grouped contraction {_tile_name(config)} {out}"
+            cases.append(_grouped_contraction(name, config, out))
+    return cases
+
+
+def _grouped_rows(name: str, config: TileConfig, out: str, m: int, g: int) -> Case:
+    n, k = 4096, 7168
+    args = {
+        "lhs": ("f8e4m3fn", (m, k)),
+        "lhs_scale": ("f32", (m, num_blocks(k))),
+        "rhs": ("f8e4m3fn", (g * n, k)),
+        "rhs_scale": ("f32", (g * num_blocks(n), num_blocks(k))),
+        "group_sizes": ("i32", (g,)),
+        "first_row": ("i32", (1,)),
+    }
+    rets = {"out": (out, (m, n)), "next_tile": ("i32", (1,))}
+    attributes = _attributes(config, is_1d1d=False, out=out, grouping=GROUPED_ROWS)
+    return Case(name, "grouped_gemm", attributes, args, rets)
+
+
+def _grouped_contraction(name: str, config: TileConfig, out: str) -> Case:
+    m, n, t, g = 2048, 7168, 4096 + 8 * 128, 8
+    out_type = "bf16" if out == "bf16" else "f32"
+    args = {
+        "lhs": ("f8e4m3fn", (m, t)),
+        "lhs_scale": ("f32", (m, num_blocks(t))),
+        "rhs": ("f8e4m3fn", (n, t)),
+        "rhs_scale": ("f32", (n, num_blocks(t))),
+        "group_sizes": ("i32", (g,)),
+    }
+    if out == "accumulate":
+        args["accum"] = (out_type, (g * m, n))
+    attributes = _attributes(config, is_1d1d=True, out=out, grouping=GROUPED_CONTRACTION)
+    return Case(name, "grouped_wgrad", attributes, args, {"out": (out_type, (g * m, n))})
+
+
+# Quantisers
+
+_SHORT_TYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
+
+
+def _quantize_cases() -> list[Case]:
+    cases = []
+    for config in _quantize_config.kernel_configs(e5m2=False, pow2_scale=False):
+        config = {name: int(value) for name, value in config.items()}
+        mode = _quantize_config.MODES[config["mode"]]
+        source = _quantize_config.SOURCES[config["source"]]
+        dtype, ragged = _SHORT_TYPES[config["input"]], " ragged" if config["ragged"] else ""
+        name = f"quantize {source}{ragged} {mode} {dtype}"
+        # An odd batch and extents that are no whole blocks.
+        m, k, g = 4104, 2888, 32
+        batch = (3,) if mode.startswith("block") and dtype == "bf16" else ()
+        cases.append(_quantize(name, config, batch, m, k, g))
+    return cases
+
+
+def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g: int) -> Case:
+    source = _quantize_config.SOURCES[config["source"]]
+    dtype, num_sources = _SHORT_TYPES[config["input"]], 1000
+    args: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if source == "plain":
+        args["x"] = (dtype, (*batch, m, k))
+    elif source == "swiglu":
+        args["gate_up"] = (dtype, (m, 2 * k))
+    elif source == "swiglu_grad":
+        args |= {"gate_up": (dtype, (m, k)), "dh": (dtype, (m, k // 2))}
+    else:
+        args["x"] = (dtype, (num_sources, k))
+        if dtype.startswith("f8"):
+            args["x_scale"] = ("f32", (num_sources, num_blocks(k)))
+        args["rows"] = ("i32", (m,))
+        if source == "weighted_gather":
+            args["weights"] = ("f32", (m,))
+    columns = m
+    if config["ragged"]:
+        args |= {"group_sizes": ("i32", (g,)), "first_row": ("i32", (1,))}
+        columns = (m + 127 * g) // 128 * 128
+    return Case(name, "quantize", config, args, _results(config, batch, m, k, columns))
+
+
+def _results(config: dict, batch: tuple[int, ...], m: int, k: int, columns: int):
+    mode = _quantize_config.MODES[config["mode"]]
+    kb, cb = num_blocks(k), num_blocks(columns)
+    values = {"values": ("f8e4m3fn", (*batch, m, k))}
+    transposed = {"transposed": ("f8e4m3fn", (*batch, k, columns))}
+    row = values | {"scale": ("f32", (m, kb))}
+    column = transposed | {"transposed_scale": ("f32", (k, cb))}
+    block_scale = {"scale": ("f32", (*batch, cb, kb))}
+    return {
+        "row": row,
+        "column": column,
+        "row_column": row | column,
+        "block": values | block_scale,
+        "block_transposed": transposed | {"transposed_scale": ("f32", (*batch, kb, cb))},
+        "block_both": values | transposed | block_scale,
+    }[mode]

@@ -1,0 +1,19 @@
+// layout_list.h for the host: compiling it is the check.
+
+#include <cstddef>
+
+#include "gemm_launch.h"
+#include "quantize_params.h"
+
+// A structured binding must name each member.
+#define STRUCT(type, bytes, alignment, ...)  \
+  static_assert(sizeof(type) == bytes);      \
+  static_assert(alignof(type) == alignment); \
+  inline void BindMembers(const type& value) { [[maybe_unused]] const auto& [__VA_ARGS__] = value; }
+#define MEMBER(type, member, offset) static_assert(offsetof(type, member) == offset);
+#define CONSTANT(value, host, device) static_assert(host == value);
+#define DEVICE_CONSTANT(value, device)
+
+namespace jax_fp8gemm {
+#include "layout_list.h"
+}  // namespace jax_fp8gemm

@@ -1,0 +1,146 @@
+#include "launch_checks.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gemm_launch.h"
+#include "quantize_params.h"
+
+namespace harness {
+namespace {
+
+using namespace jax_fp8gemm;
+
+uint64_t AddressOf(const Case& c, const std::string& name) {
+  const Buffer* buffer = c.Find(name);
+  return buffer == nullptr ? 0 : buffer->address;
+}
+
+// Collects the first fault.
+class Checker {
+ public:
+  explicit Checker(const Case& c) : case_(c) {}
+
+  void Require(bool holds, const std::string& what) {
+    if (!holds && fault_.empty()) fault_ = what;
+  }
+  // The parameter is the address of the buffer of this name, or null if the call has none.
+  void RequirePointer(const void* parameter, const std::string& name) {
+    Require(reinterpret_cast<uintptr_t>(parameter) == AddressOf(case_, name),
+            name + " must be the buffer of the call");
+  }
+  // The map covers rows of the buffer and nothing else; it is not encoded unless it is used.
+  void RequireMap(const CUtensorMap& bytes, const std::string& name, const std::string& buffer_name,
+                  bool is_used) {
+    const fake::TensorMap* map = AsTensorMap(&bytes);
+    Require((map != nullptr) == is_used, name + (is_used ? " is missing" : " is not used"));
+    const Buffer* buffer = case_.Find(buffer_name);
+    if (map == nullptr || buffer == nullptr) return;
+    const uint64_t row_bytes = map->dims[0] * ElementBytes(buffer->type);
+    Require(map->address == buffer->address, name + " must start where its buffer does");
+    Require((map->dims[1] - 1) * map->row_stride + row_bytes == buffer->Bytes(),
+            name + " must cover its buffer");
+  }
+  const std::string& fault() const { return fault_; }
+
+ private:
+  const Case& case_;
+  std::string fault_;
+};
+
+template <typename Params>
+bool Decode(const fake::Launch& launch, Params* params) {
+  if (launch.params.size() != sizeof(Params)) return false;
+  std::memcpy(params, launch.params.data(), sizeof(Params));
+  return true;
+}
+
+void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
+  GemmParams params;
+  check.Require(Decode(launch, &params), "a GEMM has GemmParams");
+  if (!check.fault().empty()) return;
+  const int32_t grouping = c.Get("grouping");
+  check.RequirePointer(params.lhs_scale, "lhs_scale");
+  check.RequirePointer(params.rhs_scale, "rhs_scale");
+  check.RequirePointer(params.out, "out");
+  check.RequirePointer(params.accum, "accum");
+  check.RequirePointer(params.group_sizes, "group_sizes");
+  check.RequirePointer(params.first_row, "first_row");
+  check.RequirePointer(params.next_tile, "next_tile");
+  const int64_t m = c.Find("lhs")->dims[0];
+  check.RequireMap(params.lhs, "lhs", "lhs", true);
+  check.RequireMap(params.rhs, "rhs", "rhs", true);
+  check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1);
+  check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale", m % 4 == 0);
+  check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
+  check.RequireMap(params.out_map, "out_map", "out", c.Get("num_slabs") > 0);
+  check.Require(params.lhs_rows == m, "lhs_rows must be the rows of lhs");
+  const unsigned cluster = c.Get("cluster_m") * c.Get("cluster_n");
+  check.Require(launch.cluster == cluster, "the cluster must be the config's");
+  check.Require(launch.grid[0] <= static_cast<unsigned>(c.Get("num_sms")) && launch.grid[1] == 1,
+                "no more CTAs than num_sms");
+  check.Require(launch.block[0] == 128u * (c.Get("num_consumers") + 1),
+                "a warpgroup for each consumer and one for the producer");
+  check.Require(params.raster >= 1, "raster must be positive");
+  check.Require(params.first_part >= 0, "first_part must not overflow");
+}
+
+void CheckQuantize(const Case& c, const fake::Launch& launch, Checker& check) {
+  QuantizeParams params;
+  check.Require(Decode(launch, &params), "a quantiser has QuantizeParams");
+  if (!check.fault().empty()) return;
+  check.RequirePointer(params.x, c.Find("gate_up") ? "gate_up" : "x");
+  check.RequirePointer(params.dh, "dh");
+  check.RequirePointer(params.values, "values");
+  check.RequirePointer(params.scale, "scale");
+  check.RequirePointer(params.transposed, "transposed");
+  check.RequirePointer(params.transposed_scale, "transposed_scale");
+  check.RequirePointer(params.group_sizes, "group_sizes");
+  check.RequirePointer(params.first_row, "first_row");
+  check.RequirePointer(params.x_scale, "x_scale");
+  check.RequirePointer(params.rows, "rows");
+  check.RequirePointer(params.weights, "weights");
+  const int64_t kb = (int64_t{params.k} + 127) / 128;
+  const int64_t num_units = c.Get("mode") == 0 ? ((int64_t{params.m} + 15) / 16 * kb + 3) / 4
+                                               : int64_t{params.num_m_blocks} * kb;
+  check.Require(num_units <= INT32_MAX, "the kernel counts its units in 32 bits");
+  const bool walks = launch.dynamic_smem_bytes > 0;  // CTAs take several units
+  check.Require(walks ? launch.grid[0] <= num_units : launch.grid[0] == num_units,
+                "a CTA for each unit, or fewer that walk them");
+  check.Require(launch.cluster == 1, "quantisers have no clusters");
+}
+
+// Fills lie in results, and are zeros.
+void CheckMemset(const Case& c, const fake::Memset& memset, Checker& check) {
+  const uint64_t end = memset.address + 4 * memset.words;
+  const bool is_result = std::any_of(c.rets.begin(), c.rets.end(), [&](const Buffer& buffer) {
+    return memset.address == buffer.address && end == buffer.address + buffer.Bytes();
+  });
+  check.Require(is_result && memset.value == 0, "a fill must zero a result");
+}
+
+}  // namespace
+
+const fake::TensorMap* AsTensorMap(const void* bytes) {
+  const auto* map = static_cast<const fake::TensorMap*>(bytes);
+  return map->kind == fake::TensorMap::kKind ? map : nullptr;
+}
+
+std::string WorkFault(const Case& c, const fake::Work& work) {
+  Checker check(c);
+  const size_t num_launches = c.is_empty ? 0 : 1;
+  if (work.launches.size() != num_launches) {
+    return "launches must number " + std::to_string(num_launches) + "; got " +
+           std::to_string(work.launches.size());
+  }
+  for (const fake::Launch& launch : work.launches) {
+    c.op == &kQuantize ? CheckQuantize(c, launch, check) : CheckGemm(c, launch, check);
+  }
+  const bool is_masked = c.attributes.rows_per_group.value_or(0) != 0;
+  const size_t num_memsets = c.op == &kGroupedGemm ? 1 + is_masked : 0;
+  check.Require(work.memsets.size() == num_memsets, "fills: of next_tile and of a masked out");
+  for (const fake::Memset& memset : work.memsets) CheckMemset(c, memset, check);
+  return check.fault();
+}
+
+}  // namespace harness

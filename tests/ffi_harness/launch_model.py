@@ -1,0 +1,155 @@
+"""What the device must be told in a launch, derived from shapes and config alone.
+
+Independent of ffi/: tensor maps from the layouts that ffi/*.h state for the operands, the grid of a
+GEMM from persistent CTAs over tiles, that of a quantiser from the units of a CTA. What is left to
+golden_launches.json: the kernel's name, raster, first_part and shared memory of a GEMM.
+"""
+
+from __future__ import annotations
+
+from golden_cases import Case, num_blocks
+
+BYTES = {"f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "i32": 4}
+_MAP_TYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
+
+
+def expected(case: Case) -> dict:
+    """The part of a record that can be derived; `params` by name."""
+    return _quantize(case) if case.op == "quantize" else _gemm(case)
+
+
+def _tensor_map(buffer: str, dtype: str, rows: int, columns: int, box: tuple, swizzle: int):
+    """A map of a row-major (rows, columns) array; box: rows and columns."""
+    return {
+        "buffer": buffer,
+        "type": _MAP_TYPES[BYTES[dtype]],
+        "dims": [columns, rows],
+        "row_stride": columns * BYTES[dtype],
+        "box": [box[1], box[0]],
+        "element_strides": [1, 1],
+        "swizzle_bytes": swizzle,
+        "l2_promotion": 3,  # 256 bytes
+    }
+
+
+def _tensor_maps(case: Case) -> dict:
+    c = case.config
+    lhs_type, (m, k) = case.args["lhs"]
+    rhs_type, (rhs_rows, _) = case.args["rhs"]
+    out_type, (out_rows, n) = case.rets["out"]
+    is_ragged_rows = c["grouping"] == 1
+    # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
+    operand = lambda name, dtype, rows, box_rows: _tensor_map(
+        name, dtype, rows, k, (box_rows, 128), 128
+    )
+    # 1x128 scales lie as [k/128][rows].
+    scales = lambda name, rows, count: _tensor_map(name, "f32", num_blocks(k), rows, (1, count), 0)
+    # A slab of 64 rows has 128 bytes of each, or 32 columns of bf16 where 64 do not divide a tile.
+    slab_columns = 64 if out_type == "bf16" and c["block_n"] % 64 == 0 else 32
+    slab_bytes = slab_columns * BYTES[out_type]
+    return {
+        "lhs": operand("lhs", lhs_type, m, c["block_m"] // c["cluster_n"]),
+        "rhs": operand("rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"]),
+        "lhs_part": operand("lhs", lhs_type, m, 32) if is_ragged_rows else None,
+        # Rows of 4 m bytes, and TMA wants multiples of 16. Groups start anywhere in a box.
+        "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
+        if m % 4 == 0
+        else None,
+        "rhs_scale_map": scales("rhs_scale", n, c["block_n"]) if c["is_1d1d"] else None,
+        "out_map": _tensor_map("out", out_type, out_rows, n, (64, slab_columns), slab_bytes)
+        if c["num_slabs"]
+        else None,
+    }
+
+
+def _gemm(case: Case) -> dict:
+    c = case.config
+    m, k = case.args["lhs"][1]
+    n = case.rets["out"][1][1]
+    g = case.args["group_sizes"][1][0] if c["grouping"] else 0
+    is_masked = bool(case.rows_per_group)
+    name_if = lambda name, condition: name if condition else None
+    params = _tensor_maps(case) | {
+        "lhs_scale": "lhs_scale",
+        "rhs_scale": "rhs_scale",
+        "accum": name_if("out", c["accumulate"]),
+        "out": "out",
+        "m": m,
+        "n": n,
+        "k": k,
+        "lhs_rows": m,
+        "num_groups": g,
+        "rows_per_group": case.rows_per_group or 0,
+        "group_sizes": name_if("group_sizes", c["grouping"]),
+        "first_row": name_if("first_row", c["grouping"] == 1),
+        "next_tile": name_if("next_tile", c["grouping"] == 1),
+    }
+    return {
+        "grid": [_gemm_grid(case, m, n, g), 1],
+        "block": 128 * (c["num_consumers"] + 1),
+        "cluster": c["cluster_m"] * c["cluster_n"],
+        "zeroed": [*(["next_tile"] if c["grouping"] == 1 else []), *(["out"] if is_masked else [])],
+        "params": params,
+    }
+
+
+def _gemm_grid(case: Case, m: int, n: int, g: int) -> int:
+    """Persistent CTAs: as many as multiprocessors, or as there is work, in whole clusters."""
+    c = case.config
+    tiles = lambda extent, block: -(-extent // block)
+    columns = tiles(n, c["block_n"] * c["cluster_n"])
+    if c["grouping"] == 1:
+        # Each group ends in a tile that is not full, and so do the rows before and behind them.
+        num_units = (m // c["block_m"] + g + 2) * columns
+    elif c["grouping"] == 2:
+        num_units = g * tiles(m, c["block_m"]) * columns
+    else:
+        num_units = tiles(m, c["block_m"] * c["cluster_m"]) * columns
+    cluster = c["cluster_m"] * c["cluster_n"]
+    # In 1d1d a last, incomplete round is cut into its consumers' parts, if all of those fit.
+    rest = num_units % c["num_sms"]
+    can_cut = c["is_1d1d"] and c["grouping"] == 0 and cluster == 1
+    if can_cut and rest * c["num_consumers"] <= c["num_sms"]:
+        num_units += rest * (c["num_consumers"] - 1)
+    return min(c["num_sms"] // cluster, num_units) * cluster
+
+
+def _quantize(case: Case) -> dict:
+    c = case.config
+    mode, source = c["mode"], c["source"]
+    is_row, is_swiglu, is_gather = mode == 0, source in (1, 2), source >= 3
+    first = next(iter(case.args))
+    *batch, rows, width = case.args[first][1]
+    m = case.args["rows"][1][0] if is_gather else rows
+    k = width // 2 if source == 1 else width
+    g = case.args["group_sizes"][1][0] if c["ragged"] else 0
+    columns = (m + 127 * g) // 128 * 128 if c["ragged"] else m
+    num_m_blocks = num_blocks(columns)
+    if c["ragged"] and mode == 2:
+        num_m_blocks = (m + 127 * (g + 2)) // 128  # the rows of no group, before and behind
+    threads = 128 if is_row else 256
+    # A warp takes 16 rows of a k-block, a CTA four warps of them or a tile of 128 x 128.
+    units = -(-(-(-m // 16) * num_blocks(k)) // 4) if is_row else num_m_blocks * num_blocks(k)
+    # 8 rows of 16 bytes of gate and up, and of dh, are prefetched for each thread; not of f32.
+    smem = threads * 8 * 16 * (source + 1) if is_swiglu and c["input"] < 2 else 0
+    grid = min(units, 132 * 512 // threads) if smem else units
+    has = lambda name: name if name in (*case.args, *case.rets) else None
+    pointers = ("dh", "values", "scale", "transposed", "transposed_scale")
+    more = ("group_sizes", "first_row", "x_scale", "rows", "weights")
+    params = {name: has(name) for name in (*pointers, *more)} | {
+        "x": first,
+        "m": m,
+        "k": k,
+        "num_m_blocks": 0 if is_row else num_m_blocks,
+        "num_columns": columns,
+        "num_groups": g,
+        "num_sources": rows if is_gather else 0,
+    }
+    return {
+        "grid": [grid, batch[0] if batch else 1],
+        "block": threads,
+        "cluster": 1,
+        "smem_bytes": smem,
+        "zeroed": [],
+        "params": params,
+    }

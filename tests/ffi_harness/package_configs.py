@@ -1,0 +1,28 @@
+"""The configs that the package can ask for, in the harness's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import SupportsIndex
+
+from jax_fp8gemm import _kernels, _quantize_config
+
+NUM_SMS = 132  # H100 and H200 SXM
+
+
+def config_text(config: Mapping[str, SupportsIndex]) -> str:
+    """One config: sorted by name, as XLA sorts attributes."""
+    return " ".join(f"{name}={int(config[name])}" for name in sorted(config))
+
+
+def config_lists() -> str:
+    """All configs, one a line."""
+    gemm = _kernels.gemm_kernels(NUM_SMS, all_formats=True, with_clusters=True)
+    quantize = [
+        config
+        for e5m2, pow2_scale in _kernels.formats(True)
+        for config in _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
+    ]
+    lines = [f"gemm {config_text(config)}" for config in gemm]
+    lines += [f"quantize {config_text(config)}" for config in quantize]
+    return "\n".join(lines) + "\n"

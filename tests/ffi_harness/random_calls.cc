@@ -1,0 +1,132 @@
+#include <cstdio>
+#include <map>
+
+#include "calls.h"
+#include "commands.h"
+#include "mutations.h"
+
+namespace harness {
+namespace {
+
+// How often each call is made, and how the calls ended.
+class Tally {
+ public:
+  void Add(const Outcome& outcome) {
+    if (!outcome.error) {
+      ++num_successes_;
+      return;
+    }
+    // Errors that differ in numbers only are one kind.
+    std::string kind;
+    for (char character : outcome.error->message) {
+      if (character < '0' || character > '9') kind += character;
+    }
+    ++kinds_[kind.substr(0, 60)];
+  }
+  void Print(const char* what) const {
+    long num_errors = 0;
+    for (const auto& [kind, count] : kinds_) num_errors += count;
+    std::printf("%s: %ld succeeded, %ld failed with %zu kinds of errors\n", what, num_successes_,
+                num_errors, kinds_.size());
+  }
+
+ private:
+  long num_successes_ = 0;
+  std::map<std::string, long> kinds_;
+};
+
+// Whether a quantiser has nothing to do.
+bool IsEmpty(const Case& c) {
+  const Buffer* rows = c.Find("rows");
+  return c.op == &kQuantize && !c.args.empty() &&
+         (c.args[0].Bytes() == 0 || (rows != nullptr && rows->Bytes() == 0));
+}
+
+void RunMutated(Random& random, const ConfigLists& lists, Tally& tally) {
+  Case c = LegalCase(random, lists);
+  Mutate(random, c);
+  c.is_empty = IsEmpty(c);
+  // XLA prepares what it executes; a handler must not rely on it.
+  const Outcome outcome = random.Chance(0.1) ? RunExecute(c) : RunStages(c, !random.Chance(0.1));
+  RequireGood(c, outcome);
+  tally.Add(outcome);
+}
+
+// No context, and a device with a number above those that the JIT keeps.
+void RunOddDevices(Random& random, const ConfigLists& lists) {
+  Case c = LegalCase(random, lists);
+  while (c.is_empty) c = LegalCase(random, lists);
+  for (int device : {-1, 70}) {
+    UseDevice(device);
+    const Outcome outcome = RunStages(c);
+    RequireGood(c, outcome);
+    Require(outcome.error ? "" : "a call must fail without a device", c);
+  }
+  UseDevice(0);
+}
+
+}  // namespace
+
+void RunRandomCalls(uint64_t seed, long num_calls, const ConfigLists& lists,
+                    const std::string& cache_dir) {
+  Random random(seed);
+  fake::SetDeviceCount(72);
+  Reconfigure(cache_dir);
+  RunOddDevices(random, lists);
+  Tally legal, mutated;
+  for (long i = 0; i < num_calls; ++i) {
+    // From time to time all is read from disk, or compiled anew and not kept.
+    if (i % 500 == 499) Reconfigure(random.Chance(0.5) ? cache_dir : "");
+    UseDevice(random.PickOf({0, 0, 1, 63}));
+    if (i % 2 == 0) {
+      const Case c = LegalCase(random, lists);
+      const Outcome outcome = RunStages(c, !random.Chance(0.1));
+      RequireSuccess(c, outcome);
+      legal.Add(outcome);
+    } else {
+      RunMutated(random, lists, mutated);
+    }
+  }
+  legal.Print("legal calls");
+  mutated.Print("calls with something wrong");
+}
+
+namespace {
+
+// All members become anything, or a few, or a few of the tile something that it could have: only
+// then are most of the rules reached.
+void MutateConfig(Random& random, Config& config) {
+  const double kind = random.Below(100);
+  const uint64_t num_changes = kind < 10 ? config.size() : 1 + random.Below(3);
+  for (uint64_t change = 0; change < num_changes; ++change) {
+    auto& [name, value] = config[kind < 10 ? change : random.Below(config.size())];
+    const bool is_extent = name.rfind("block_", 0) == 0 || name == "sub_n";
+    if (kind < 50) {
+      value = AnyInt32(random);
+    } else if (name.rfind("num_", 0) == 0 || is_extent) {
+      value = is_extent ? 8 * (1 + random.Below(32)) : random.Below(name == "num_sms" ? 200 : 12);
+    }
+  }
+}
+
+}  // namespace
+
+void RunRandomConfigs(uint64_t seed, long num_configs, const ConfigLists& lists) {
+  Random random(seed);
+  Reconfigure();
+  Tally tally;
+  for (long i = 0; i < num_configs; ++i) {
+    if (i % 1000 == 999) Reconfigure();
+    const bool is_gemm = random.Chance(0.7);
+    Config config = random.Pick(is_gemm ? lists.gemm : lists.quantize);
+    // The shape is the original's: what a config is does not depend on its operands.
+    Case c = is_gemm ? LegalGemm(random, config) : LegalQuantize(random, config);
+    MutateConfig(random, c.attributes.config);
+    const Outcome outcome = random.Chance(0.5) ? RunStages(c) : RunExecute(c);
+    RequireGood(c, outcome);
+    tally.Add(outcome);
+  }
+  tally.Print("random configs");
+}
+
+}  // namespace harness
