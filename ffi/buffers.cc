@@ -6,7 +6,8 @@
 namespace jax_fp8gemm {
 
 bool IsAligned(const ffi::AnyBuffer& buffer) {
-  return reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 == 0;
+  const auto address = reinterpret_cast<uintptr_t>(buffer.untyped_data());
+  return address % 16 == 0 && (address != 0 || buffer.element_count() == 0);
 }
 
 ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
@@ -19,7 +20,7 @@ ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& b
   std::string expected;
   for (int64_t dim : dims) expected += StrCat(expected.empty() ? "" : ",", dim);
   return InvalidArgument(op, ": ", name, " must be ", ShortType(type), "[", expected,
-                         "] at a multiple of 16 bytes; got ", ShapeText(buffer), " at ",
+                         "] at a multiple of 16 bytes above 0; got ", ShapeText(buffer), " at ",
                          buffer.untyped_data());
 }
 

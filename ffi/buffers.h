@@ -27,11 +27,11 @@ inline ffi::DataType Fp8Type(bool is_e5m2) {
   return is_e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
 }
 
-// Whether `buffer` starts at a multiple of 16 bytes, as the kernels read and write it.
+// Whether `buffer` starts at a multiple of 16 bytes, as the kernels read and write it, and is not
+// null unless it is empty.
 bool IsAligned(const ffi::AnyBuffer& buffer);
 
-// InvalidArgument unless `buffer` has this type and these dimensions and starts at a multiple of 16
-// bytes.
+// InvalidArgument unless `buffer` has this type and these dimensions and IsAligned.
 ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                        ffi::DataType type, std::initializer_list<int64_t> dims);
 

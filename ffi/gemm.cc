@@ -22,8 +22,8 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
       lhs.dimensions()[1] != rhs.dimensions()[1]) {
     return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)),
                            "[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),
-                           "[n,k] at multiples of 16 bytes; got ", "lhs ", ShapeText(lhs), " at ",
-                           lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
+                           "[n,k] at multiples of 16 bytes above 0; got lhs ", ShapeText(lhs),
+                           " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
                            rhs.untyped_data());
   }
   if (config.grouping != 0) {

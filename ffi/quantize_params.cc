@@ -25,8 +25,8 @@ ffi::Error CheckMatrix(const QuantizeConfig& config, const char* name, const ffi
   if (x.element_type() != type || (x.dimensions().size() != 2 && !is_batch) || !IsAligned(x)) {
     return InvalidArgument(QuantizeOp(config), ": ", name, " must be ", ShortType(type),
                            config.mode >= kBlock ? "[m,k] or [b,m,k]" : "[m,k]",
-                           " at a multiple of 16 bytes; got ", name, " ", ShapeText(x), " at ",
-                           x.untyped_data());
+                           " at a multiple of 16 bytes above 0; got ", name, " ", ShapeText(x),
+                           " at ", x.untyped_data());
   }
   const auto dims = x.dimensions().last(2);
   if (dims[0] > kMaxDim || dims[1] > kMaxDim || QuantizeBatchSize(x) > kMaxBatch ||
@@ -111,7 +111,8 @@ ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t ind
   FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer group_sizes, more.get<ffi::AnyBuffer>(index));
   FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer first_row, more.get<ffi::AnyBuffer>(index + 1));
   const auto is_vector = [](const ffi::AnyBuffer& buffer) {
-    return buffer.element_type() == ffi::DataType::S32 && buffer.dimensions().size() == 1;
+    return buffer.element_type() == ffi::DataType::S32 && buffer.dimensions().size() == 1 &&
+           IsAligned(buffer);
   };
   const bool are_vectors = is_vector(group_sizes) && is_vector(first_row);
   const int64_t g = are_vectors ? group_sizes.dimensions()[0] : 0;
@@ -120,9 +121,10 @@ ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t ind
       is_in_range ? (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock : 0;
   if (!is_in_range || num_columns > kMaxDim) {
     return InvalidArgument(op, ": group_sizes must be i32[g] with 1..1024 groups, first_row ",
-                           "i32[1], and the columns of all groups at most 2^30; got group_sizes ",
-                           ShapeText(group_sizes), ", first_row ", ShapeText(first_row), ", m ",
-                           params.m);
+                           "i32[1], both at multiples of 16 bytes above 0, and the columns of all ",
+                           "groups at most 2^30; got group_sizes ", ShapeText(group_sizes), " at ",
+                           group_sizes.untyped_data(), ", first_row ", ShapeText(first_row), " at ",
+                           first_row.untyped_data(), ", m ", params.m);
   }
   params.num_columns = static_cast<int32_t>(num_columns);
   params.num_groups = static_cast<int32_t>(g);

@@ -63,8 +63,8 @@ ffi::Error BindQuantizeResults(const QuantizeConfig& config, const ffi::AnyBuffe
       return InvalidArgument(op, ": result ", i, " of mode ", mode, " must be ", ShortType(type),
                              "[", rank == 3 ? StrCat(QuantizeBatchSize(x), ",") : "",
                              outputs[i].rows, ",", outputs[i].columns,
-                             "] at a multiple of 16 bytes (first operand ", ShapeText(x), "); got ",
-                             ShapeText(*result), " at ", result->untyped_data());
+                             "] at a multiple of 16 bytes above 0 (first operand ", ShapeText(x),
+                             "); got ", ShapeText(*result), " at ", result->untyped_data());
     }
     params.*outputs[i].address = result->untyped_data();
   }

@@ -56,7 +56,8 @@ std::string BrokenTensorMapRule(const void* destination, const TensorMap& map) {
   const Rule rules[] = {
       {reinterpret_cast<uintptr_t>(destination) % 64 == 0,
        "tensor map: must lie at a multiple of 64"},
-      {map.address % 16 == 0, "tensor map: address must be a multiple of 16"},
+      {map.address != 0 && map.address % 16 == 0,
+       "tensor map: address must be a multiple of 16, and not null"},
       {is_in(map.dims[0], 1, kMaxDim) && is_in(map.dims[1], 1, kMaxDim),
        "tensor map: dims must be in 1..2^32"},
       {map.row_stride % 16 == 0 && map.row_stride < uint64_t{1} << 40,

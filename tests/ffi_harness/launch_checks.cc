@@ -26,8 +26,11 @@ class Checker {
   }
   // The parameter is the address of the buffer of this name, or null if the call has none.
   void RequirePointer(const void* parameter, const std::string& name) {
+    const Buffer* buffer = case_.Find(name);
     Require(reinterpret_cast<uintptr_t>(parameter) == AddressOf(case_, name),
             name + " must be the buffer of the call");
+    Require(buffer == nullptr || buffer->address != 0 || buffer->Bytes() == 0,
+            name + " must not be null");
   }
   // The map covers rows of the buffer and nothing else; it is not encoded unless it is used.
   void RequireMap(const CUtensorMap& bytes, const std::string& name, const std::string& buffer_name,

@@ -48,8 +48,8 @@ void MutateBuffer(Random& random, Buffer& buffer) {
       buffer.type = AnyType(random);
       return;
     case 1:
-      // Misaligned, or elsewhere: an accumulator must not be.
-      buffer.address += random.PickOf({1, 4, 8, 256});
+      // Null, misaligned, or elsewhere: an accumulator must not be.
+      buffer.address += random.PickOf({-static_cast<int64_t>(buffer.address), 1, 4, 8, 256});
       return;
     default:
       MutateDims(random, buffer);
