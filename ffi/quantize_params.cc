@@ -119,12 +119,15 @@ ffi::Error BindGroups(const char* op, const ffi::RemainingArgs& more, size_t ind
   const bool is_in_range = 1 <= g && g <= kMaxGroups && first_row.dimensions()[0] == 1;
   const int64_t num_columns =
       is_in_range ? (params.m + (kScaleBlock - 1) * g) / kScaleBlock * kScaleBlock : 0;
-  if (!is_in_range || num_columns > kMaxDim) {
+  // Tiles of 128 x 128: of the columns, and two rows of them for the rows of no group.
+  const int64_t num_tiles = (num_columns / kScaleBlock + 2) * CeilDiv(params.k, kScaleBlock);
+  if (!is_in_range || num_columns > kMaxDim || num_tiles > INT32_MAX) {
     return InvalidArgument(op, ": group_sizes must be i32[g] with 1..1024 groups, first_row ",
                            "i32[1], both at multiples of 16 bytes above 0, and the columns of all ",
-                           "groups at most 2^30; got group_sizes ", ShapeText(group_sizes), " at ",
+                           "groups at most 2^30, in less than 2^31 tiles of 128x128; got ",
+                           "group_sizes ", ShapeText(group_sizes), " at ",
                            group_sizes.untyped_data(), ", first_row ", ShapeText(first_row), " at ",
-                           first_row.untyped_data(), ", m ", params.m);
+                           first_row.untyped_data(), ", m ", params.m, ", k ", params.k);
   }
   params.num_columns = static_cast<int32_t>(num_columns);
   params.num_groups = static_cast<int32_t>(g);

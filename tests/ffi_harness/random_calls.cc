@@ -52,6 +52,24 @@ void RunMutated(Random& random, const ConfigLists& lists, Tally& tally) {
   tally.Add(outcome);
 }
 
+// More tiles than the kernel counts in 32 bits, of a call whose extents are all in their limits.
+void RunBeyondLimits() {
+  constexpr int64_t k = int64_t{1} << 30, g = 1024, columns = 127 * g / 128 * 128;
+  Case c = {};
+  c.op = &kQuantize;
+  c.attributes.config = {{"e5m2", 0},       {"input", 0},  {"mode", 1},
+                         {"pow2_scale", 0}, {"ragged", 1}, {"source", 0}};
+  c.args = {{"x", XLA_FFI_DataType_BF16, {1, k}, 0},
+            {"group_sizes", XLA_FFI_DataType_S32, {g}, 0},
+            {"first_row", XLA_FFI_DataType_S32, {1}, 0}};
+  c.rets = {{"transposed", XLA_FFI_DataType_F8E4M3FN, {k, columns}, 0},
+            {"transposed_scale", XLA_FFI_DataType_F32, {k, columns / 128}, 0}};
+  PlaceBuffers(c);
+  const Outcome outcome = RunStages(c);
+  RequireGood(c, outcome);
+  Require(outcome.error ? "" : "must be refused", c);
+}
+
 // No context, and a device with a number above those that the JIT keeps.
 void RunOddDevices(Random& random, const ConfigLists& lists) {
   Case c = LegalCase(random, lists);
@@ -73,6 +91,7 @@ void RunRandomCalls(uint64_t seed, long num_calls, const ConfigLists& lists,
   fake::SetDeviceCount(72);
   Reconfigure(cache_dir);
   RunOddDevices(random, lists);
+  RunBeyondLimits();
   Tally legal, mutated;
   for (long i = 0; i < num_calls; ++i) {
     // From time to time all is read from disk, or compiled anew and not kept.
