@@ -27,6 +27,7 @@ struct Entry {
   const std::string text;
   std::mutex mutex;
   std::shared_ptr<const Cubin> cubin;
+  CUlibrary library = nullptr;  // loaded, even if its kernel could not be got
   std::atomic<CUkernel> kernel{nullptr};
   std::atomic<int> smem_bytes[kMaxDevices];  // allowed so far, by device; -1: not loaded there
 };
@@ -135,10 +136,11 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
   }
   CUkernel kernel = entry->kernel.load(std::memory_order_acquire);
   if (kernel == nullptr) {
-    CUlibrary library;
-    CU_RETURN_IF_ERROR(driver->cuLibraryLoadData(&library, entry->cubin->image.data(), nullptr,
-                                                 nullptr, 0, nullptr, nullptr, 0));
-    CU_RETURN_IF_ERROR(driver->cuLibraryGetKernel(&kernel, library, name.c_str()));
+    if (entry->library == nullptr) {
+      CU_RETURN_IF_ERROR(driver->cuLibraryLoadData(&entry->library, entry->cubin->image.data(),
+                                                   nullptr, nullptr, 0, nullptr, nullptr, 0));
+    }
+    CU_RETURN_IF_ERROR(driver->cuLibraryGetKernel(&kernel, entry->library, name.c_str()));
     entry->kernel.store(kernel, std::memory_order_release);
   }
   // The driver loads a kernel into a context when that first asks for it. Done at the first launch

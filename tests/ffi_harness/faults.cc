@@ -47,13 +47,20 @@ void FailEachDriverCall(const Case& c, Counts& counts) {
   const Outcome whole = RunStages(c);
   RequireSuccess(c, whole);
   const long num_calls = fake::NumCalls() - before;
+  const std::string kernel = whole.work.launches.empty() ? "" : whole.work.launches[0].kernel;
   for (long nth = 1; nth <= num_calls; ++nth) {
     Reconfigure();
+    const long num_loads = fake::NumLoads(kernel);
     fake::FailCall(nth, kLaunchFailure);
     const Outcome outcome = RunStages(c);
     const std::string failed = fake::FailedCall();
     fake::FailCall(0, 0);
     RequireErrorAndRecovery(c, outcome, failed, failed, counts);
+    Require(fake::NumLoads(kernel) == num_loads + 1
+                ? ""
+                : "after " + failed + " failed, a kernel must be loaded once; got " +
+                      std::to_string(fake::NumLoads(kernel) - num_loads) + " times",
+            c);
   }
 }
 
