@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 
 namespace jax_fp8gemm {
@@ -28,8 +29,8 @@ ffi::ErrorOr<Driver*> Open() {
     return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
                               "cuGetProcAddress_v2. Update the driver.");
   }
-  // Never deleted: handlers may run until the process ends.
-  Driver* driver = new Driver();
+  auto opened = std::make_unique<Driver>();
+  Driver* driver = opened.get();
   const char* missing = nullptr;
   auto load = [&](auto& function, const char* symbol) {
     void* address = nullptr;
@@ -60,7 +61,8 @@ ffi::ErrorOr<Driver*> Open() {
     return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
                               missing, ". Update the driver.");
   }
-  opened_driver = driver;
+  // Never deleted: handlers may run until the process ends.
+  opened_driver = opened.release();
   if (const CUresult result = driver->cuInit(0); result != CUDA_SUCCESS) {
     const char* name = nullptr;
     driver->cuGetErrorName(result, &name);
