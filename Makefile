@@ -1,6 +1,7 @@
 # make demo | test | gpu-test | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
 #   make fuzz-ffi         random calls for longer, on a fake driver (FUZZ, SEED)
 #   make tsan             its threads under ThreadSanitizer
+#   make coverage         lines of ffi/*.cc that CPU tests execute
 #   make golden-launches  writes the launches that tests compare with
 #
 #   PYTHON   interpreter of the virtual environment, 3.11 or newer
@@ -31,7 +32,7 @@ HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test lint fuzz-ffi tsan golden-launches clean
+.PHONY: demo test gpu-test lint fuzz-ffi tsan coverage golden-launches clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -54,6 +55,10 @@ fuzz-ffi: $(VENV)/installed
 
 tsan: $(VENV)/installed
 	JAX_FP8GEMM_HARNESS=tsan JAX_FP8GEMM_FUZZ=10 $(TEST_HARNESS) -k threads
+
+coverage: $(VENV)/installed
+	$(INSTALL) gcovr==8.8
+	PYTHONPATH=tests:$(HARNESS) $(VENV)/bin/python $(HARNESS)/coverage_of_ffi.py
 
 golden-launches: $(VENV)/installed
 	PYTHONPATH=tests:$(HARNESS) $(VENV)/bin/python $(HARNESS)/golden.py
