@@ -1,5 +1,6 @@
 """FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX."""
 
+from jax_fp8gemm import _jax_drift as _jax_drift  # first: says which JAX is needed
 from jax_fp8gemm import moe as moe
 from jax_fp8gemm._backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._backend_info import backend_info as backend_info

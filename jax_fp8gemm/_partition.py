@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import config
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jax_fp8gemm import _jax_drift
 from jax_fp8gemm._partition_rule import (
     Axes,
     PartitionRule,
@@ -38,6 +38,7 @@ from jax_fp8gemm._partition_rule import (
 Arrays = Sequence[jax.Array]
 
 _NO_MESH = AbstractMesh((), ())
+_source_lines = _jax_drift.optional("jax._src.config.traceback_in_locations_limit")
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ def _leave_out_source_lines() -> None:
     there may follow them in a circle, for ever, where it inlines a loop. It partitions in threads
     of its own, so the setting is nobody else's.
     """
-    if jax.__version_info__ < (0, 11):
-        config.traceback_in_locations_limit.set_local(0)
+    if _source_lines is not None and jax.__version_info__ < (0, 11):
+        _source_lines.set_local(0)
 
 
 def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:

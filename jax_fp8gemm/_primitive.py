@@ -9,18 +9,18 @@ says what it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import config, dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm import _ffi
+from jax_fp8gemm import _ffi, _jax_drift
 from jax_fp8gemm._cache_key import tag
 from jax_fp8gemm._explicit import explicit_mesh, reshard, result_specs, with_auto_axes
 from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
@@ -28,6 +28,11 @@ from jax_fp8gemm._partition import partitioned
 from jax_fp8gemm._partition_rule import PartitionRule
 
 Arrays = Sequence[jax.Array]
+
+# NOTE: there is no public way to say that a primitive is lowered for known devices, and an eager
+# call that is partitioned fails without.
+_needs_devices = _jax_drift.optional("jax._src.dispatch.prim_requires_devices_during_lowering")
+_eager_folding = _jax_drift.optional("jax._src.config.eager_constant_folding", nullcontext)
 
 
 def define_primitive(
@@ -92,8 +97,8 @@ def define_primitive(
     on_shards = on_arrays = _make(rules, rules.lower_shards, batch)
     if partition_rule is not None:
         on_arrays = _make(rules, rules.lower_arrays, batch)
-        # NOTE: there is no public way to say so, and an eager call fails without.
-        dispatch.prim_requires_devices_during_lowering.add(on_arrays)
+        if _needs_devices is not None:
+            _needs_devices.add(on_arrays)
 
     return bind
 
@@ -131,6 +136,8 @@ class _Rules:
     def lower_arrays(self, run, ctx, *operands, **params):
         assert self.partition_rule is not None
         _check_partitioner(self.op, ctx)
+        if _needs_devices is None:  # and there is one device
+            return self.lower_shards(run, ctx, *operands, **params)
         rule = self.partition_rule(*ctx.avals_in, **params)
         local = self.run_shard and partial(self.run_shard, run, **params)
         function = partitioned(partial(run, **params), rule, local)
@@ -138,7 +145,7 @@ class _Rules:
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
         # NOTE: jax.ensure_compile_time_eval() would make arrays of what depends on no operand, and
         # custom_partitioning takes none.
-        with config.eager_constant_folding(False):
+        with _eager_folding(False):
             return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(self, lower, ctx, *operands, implementation, **params):
@@ -199,6 +206,9 @@ def _platforms(ctx) -> str:
 
 def _check_partitioner(op: str, ctx) -> None:
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if num_devices > 1 and _needs_devices is None:
+        what = f"{op}: jit over {num_devices} devices must have a JAX that can partition the op"
+        raise NotImplementedError(_jax_drift.unsupported(what))
     if num_devices > 1 and not getattr(jax.config, "jax_use_shardy_partitioner", True):
         # NOTE: with JAX 0.10.2 GSPMD would abort the process: it asks for rules that are not there.
         raise NotImplementedError(
