@@ -10,7 +10,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jax_fp8gemm import _checks
+from jax_fp8gemm import _checks, _jax_drift
 from jax_fp8gemm._explicit import with_auto_axes
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ class ScaledArray:
         return f"ScaledArray({parts}, block={self.block}{transposed})"
 
 
+# NOTE: JAX refuses a name twice. A process that imports the package anew, because an import failed
+# half way or somebody emptied sys.modules, has another class ScaledArray: the new one takes over.
+_registered = _jax_drift.optional("jax._src.export._export.deserialization_registry", {})
+_registered.pop("jax_fp8gemm.ScaledArray", None)
 # What is static of it, (block,), as two bytes.
 jax.export.register_pytree_node_serialization(
     ScaledArray,
