@@ -107,6 +107,13 @@ def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
         raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}")
 
 
+def check_count(op: str, what: str, count: int, got: Any) -> None:
+    """ValueError unless int32 can number `count` things: rows, say."""
+    if count >= 2**31:
+        got = got if isinstance(got, str) else short_type(got)
+        raise ValueError(f"{op}: {what} must be below 2^31; got {count}, {got}")
+
+
 def check_same_k(op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int) -> None:
     """ValueError unless the contraction has the same length on both sides."""
     if lhs_k != rhs_k:

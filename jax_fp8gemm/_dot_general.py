@@ -105,4 +105,6 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
     ):
         if [lhs.shape[d] for d in lhs_dims] != [rhs.shape[d] for d in rhs_dims]:
             raise ValueError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
+    num_products = math.prod(lhs.shape[d] for d in lhs_batch)
+    _checks.check_count(op, "the number of products", num_products, got)
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

@@ -74,6 +74,7 @@ def scaled_ragged_dot(
     _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[2])
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes, rhs.shape[0])
+    _groups.check_rows(op, lhs, lhs.shape[-2], group_sizes)
     if lhs.ndim == 3 and lhs.shape[0] != rhs.shape[0]:
         raise ValueError(
             f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "

@@ -66,6 +66,7 @@ def scaled_ragged_wgrad(
     _check_tokens(op, lhs, rhs)
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes)
+    _checks.check_count(op, "t", lhs.shape[1], lhs)
     _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:

@@ -41,6 +41,12 @@ def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) 
         )
 
 
+def check_rows(op: str, x: Any, m: int, group_sizes: Any) -> None:
+    """ValueError unless int32 can number m rows of `x`, and the columns that hold them."""
+    got = f"{_checks.short_type(x)}, group_sizes {_checks.short_type(group_sizes)}"
+    _checks.check_count(op, "m + 127 g", m + (_BLOCK - 1) * group_sizes.shape[0], got)
+
+
 def as_int32(x: Any, lowest: int = 0) -> jax.Array:
     """Integers, such as group_sizes, as int32 from `lowest` on, saturated rather than wrapped."""
     info = jnp.iinfo(x.dtype)

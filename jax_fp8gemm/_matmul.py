@@ -125,6 +125,8 @@ def _broadcast_product(
             "matmul: batch dimensions of lhs and rhs must broadcast; got "
             f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
         ) from None
+    got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
+    _checks.check_count("matmul", "the number of products", math.prod(batch), got)
     last = lambda n: None if out_spec is None else PartitionSpec(*out_spec.partitions[-n:])
     if math.prod(rhs_batch) == 1:
         out = product(spec, lhs, rhs if rhs.ndim == 2 else reshape(rhs, (k, n)), last(lhs.ndim))

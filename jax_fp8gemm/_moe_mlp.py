@@ -87,6 +87,7 @@ def moe_mlp(
     x, w_gate_up, w_down, group_sizes = operands
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])
+    _groups.check_rows(_OP, x, x.shape[0], group_sizes)
     num_experts = w_gate_up.shape[0]
     specs = make_specs(_OP, x, w_gate_up, w_down, num_experts, recipe, implementation)
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)

@@ -8,6 +8,7 @@ threads finish, as a scatter-add's does.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +37,8 @@ def permute(
       rows (m * top_k, d), group_sizes (num_experts,), and order (m, top_k), for unpermute:
       rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. Differentiable in x.
     Raises:
-      TypeError: a dtype, or num_experts traced. ValueError: shapes, or num_experts < 1.
+      TypeError: a dtype, or num_experts traced.
+      ValueError: shapes, num_experts < 1, or num_experts or m * top_k from 2^31 on.
     """
     op = "permute"
     x, indices = map(_checks.as_array, (x, indices))
@@ -53,6 +55,9 @@ def permute(
     _checks.check_static(op, num_experts=num_experts)
     if not hasattr(num_experts, "__index__") or num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts!r}")
+    num_experts = operator.index(num_experts)
+    _checks.check_count(op, "num_experts", num_experts, indices)
+    _checks.check_count(op, "m * top_k", indices.size, indices)
     x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, num_experts)
     return _copy_rows(x, choice, order), group_sizes, order
@@ -118,6 +123,7 @@ def unpermute(
             f"got order {_checks.short_type(order)}, weights {_checks.short_type(weights)}, "
             f"rows {_checks.short_type(rows)}"
         )
+    _checks.check_count(op, "m * top_k", order.size, order)
     return _add_weighted(*_prepare(op, rows, order, weights))
 
 

@@ -68,6 +68,7 @@ def _check(op: str, x: Any, group_sizes: Any) -> None:
     _checks.check_dtype(op, "x", x, _checks.FLOAT_DTYPES)
     _checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     _groups.check_group_sizes(op, group_sizes)
+    _groups.check_rows(op, x, x.shape[0], group_sizes)
 
 
 def ragged_columns(

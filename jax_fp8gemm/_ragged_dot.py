@@ -144,6 +144,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: 
     _checks.check_array(op, "group_sizes", group_sizes)
     num_groups = rhs.shape[0] if group_offset is None else None
     _groups.check_group_sizes(op, group_sizes, num_groups)
+    _groups.check_rows(op, lhs, lhs.shape[0], group_sizes)
     if group_offset is None:
         return
     _checks.check_array(op, "group_offset", group_offset)

@@ -117,6 +117,7 @@ def ragged_dot_general(
         )
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes)
+    _groups.check_rows(op, lhs, lhs.shape[0], group_sizes)
     if group_offset is not None:
         raise NotImplementedError(
             f"{op}: group_offset must be None in a ragged contraction; "

@@ -70,6 +70,7 @@ def as_top_k(op: str, top_k: Any, logits: Any) -> int:
         raise ValueError(
             f"{op}: top_k must be 1..num_experts; got {top_k}, logits {_checks.short_type(logits)}"
         )
+    _checks.check_count(op, "num_experts", logits.shape[1], logits)
     return operator.index(top_k)
 
 

@@ -102,6 +102,8 @@ def moe_layer(
     check_experts(op, tokens, w_gate_up, w_down)
     router = _fold_router(op, router, x, top_k)
     top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
+    num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
+    _checks.check_count(op, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
     if expert_axis is None:
         indices, weights = options.choose(op, router, w_gate_up.shape[0])
