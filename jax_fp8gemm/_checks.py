@@ -45,11 +45,28 @@ def short_dtype(dtype: Any) -> str:
     return name
 
 
+def is_extended(x: Any) -> bool:
+    """Whether `x` holds no numbers, but keys of jax.random, say."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
 def short_type(x: Any) -> str:
     """`f8e4m3fn[4096,7168]`; the Python type of what is no array."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+    shape = getattr(x, "shape", None)  # numpy.shape is a function
+    if not (isinstance(shape, tuple) and hasattr(x, "dtype")):
         return type(x).__name__
-    return f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+    return f"{short_dtype(x.dtype)}[{','.join(map(str, shape))}]"
+
+
+def short_repr(x: Any) -> str:
+    """What repr says of a wrong argument, where that is a short line; else its type."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return short_type(x)
+    try:
+        text = repr(x)
+    except Exception:  # an int of too many digits, or whatever the caller's class does
+        text = ""
+    return text if 0 < len(text) <= 80 and "\n" not in text else type(x).__name__
 
 
 def _short_dtypes(dtypes: Sequence[Any]) -> str:
@@ -123,14 +140,18 @@ def check_same_k(op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int) -> None:
         )
 
 
-def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> None:
-    """TypeError unless the requested result dtype is one of `dtypes`."""
-    try:
-        got = "None" if dtype is None else short_dtype(dtype)
-    except TypeError:
-        got = repr(dtype)
-    if got not in map(short_dtype, dtypes):
-        raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {got}")
+def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np.dtype:
+    """The requested result dtype; TypeError unless it is one of `dtypes`."""
+    got = short_repr(dtype)
+    if dtype is not None and not isinstance(dtype, jax.Array | np.ndarray):
+        try:
+            got = short_dtype(dtype)
+            found = jnp.dtype(dtype)
+        except Exception:  # NumPy asks whatever `dtype` has, and parses text
+            found = None
+        if found is not None and found in dtypes:
+            return found
+    raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {got}")
 
 
 def check_static(op: str, **values: Any) -> None:
@@ -149,13 +170,13 @@ def check_bool(op: str, **values: Any) -> None:
     check_static(op, **values)
     for name, value in values.items():
         if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{op}: {name} must be True or False; got {value!r}")
+            raise TypeError(f"{op}: {name} must be True or False; got {short_repr(value)}")
 
 
 def check_block(op: str, block: Any, *, name: str = "block") -> None:
     """ValueError unless `block` is one of the two supported scale blocks."""
     if not isinstance(block, tuple) or block not in BLOCKS:
-        raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {block!r}")
+        raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {short_repr(block)}")
 
 
 def check_implementation(op: str, implementation: Any) -> None:
@@ -163,7 +184,7 @@ def check_implementation(op: str, implementation: Any) -> None:
     # By type too: an array would compare element by element.
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{op}: implementation must be None, 'cuda' or 'xla'; got {implementation!r}"
+            f"{op}: implementation must be None, 'cuda' or 'xla'; got {short_repr(implementation)}"
         )
 
 

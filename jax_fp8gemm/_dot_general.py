@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._contract import Dims, contract
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import check_out_sharding
 from jax_fp8gemm._matmul_spec import check_precision, make_spec, out_spec_of
 from jax_fp8gemm._quantize import Implementation
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+@naming_devices
 def dot_general(
     lhs: Float[Array, ...],
     rhs: Float[Array, ...],
@@ -85,7 +87,7 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
     except (TypeError, ValueError):
         raise TypeError(
             f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
-            f"batch)), each a sequence of ints; got {dimension_numbers!r}"
+            f"batch)), each a sequence of ints; got {_checks.short_repr(dimension_numbers)}"
         ) from None
     got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}, {dimension_numbers}"
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm import _checks
 from jax_fp8gemm._exchange import NAMES, AxisName, Exchange, Name, make_exchange
 from jax_fp8gemm._expert_mesh import MeshLayout, expert_mlp_on_mesh
 from jax_fp8gemm._expert_mlp import ExpertSpec, expert_mlp
@@ -31,12 +32,18 @@ def axis_names(op: str, expert_axis: Any, exchange: Any) -> tuple[str, ...]:
     if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(
             f"{op}: expert_axis must be the name of a mesh axis, or a tuple of names; "
-            f"got {expert_axis!r}"
+            f"got {_checks.short_repr(expert_axis)}"
         )
     if len(set(names)) != len(names):
-        raise ValueError(f"{op}: expert_axis must name each mesh axis once; got {expert_axis!r}")
-    if exchange not in (None, *NAMES):
-        raise ValueError(f"{op}: exchange must be None or of {', '.join(NAMES)}; got {exchange!r}")
+        raise ValueError(
+            f"{op}: expert_axis must name each mesh axis once; "
+            f"got {_checks.short_repr(expert_axis)}"
+        )
+    if not isinstance(exchange, str | None) or exchange not in (None, *NAMES):
+        raise ValueError(
+            f"{op}: exchange must be None or of {', '.join(NAMES)}; "
+            f"got {_checks.short_repr(exchange)}"
+        )
     return names
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._gemm_primitive import gemm_p
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 OUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
+@naming_devices
 def scaled_matmul(
     lhs: ScaledArray,
     rhs: ScaledArray,
@@ -53,7 +55,7 @@ def scaled_matmul(
     if lhs.block != (1, 128):
         raise ValueError(f"{op}: lhs.block must be (1, 128); got {lhs.block}")
     _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
-    _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    out_dtype = _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:
         _checks.check_array(op, "accumulate_into", accumulate_into)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_choice, _tile_config
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._gemm import OUT_DTYPES
 from jax_fp8gemm._gemm_primitive import reference
 from jax_fp8gemm._mesh_axes import constant_like
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _BLOCK = _checks.SCALE_BLOCK
 
 
+@naming_devices
 def scaled_ragged_dot(
     lhs: ScaledArray,
     rhs: ScaledArray,
@@ -80,7 +82,7 @@ def scaled_ragged_dot(
             f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
             f"got lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
         )
-    _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    out_dtype = _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     first_row = jnp.zeros((1,), jnp.int32)
     return grouped_gemm(lhs, rhs, group_sizes, first_row, out_dtype, implementation)

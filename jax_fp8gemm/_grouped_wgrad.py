@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _ffi, _groups, _tile_choice, _tile_config
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._gemm import OUT_DTYPES
 from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _BLOCK = _checks.SCALE_BLOCK
 
 
+@naming_devices
 def scaled_ragged_wgrad(
     lhs: ScaledArray,
     rhs: ScaledArray,
@@ -67,7 +69,7 @@ def scaled_ragged_wgrad(
     _checks.check_array(op, "group_sizes", group_sizes)
     _groups.check_group_sizes(op, group_sizes)
     _checks.check_count(op, "t", lhs.shape[1], lhs)
-    _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    out_dtype = _checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     _checks.check_implementation(op, implementation)
     if accumulate_into is not None:
         _checks.check_array(op, "accumulate_into", accumulate_into)

@@ -47,4 +47,6 @@ class LayerOptions:
         """How many of these choices an expert takes; None: all."""
         if self.capacity_factor in (None, math.inf):
             return None
+        if self.capacity_factor >= num_experts:  # and the product may be beyond any float
+            return num_choices
         return math.ceil(min(self.capacity_factor * num_choices / num_experts, num_choices))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._contract import contract
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import check_out_sharding, reshape, reshard
 from jax_fp8gemm._matmul_spec import MatmulSpec, check_precision, make_spec, out_spec_of
 from jax_fp8gemm._mesh_axes import settle
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+@naming_devices
 def matmul(
     lhs: Float[Array, "*batch m k"],
     rhs: Float[Array, "*batch k n"] | ScaledArray,
@@ -84,6 +87,7 @@ def matmul(
     else:
         _checks.check_min_ndim(op, "rhs", rhs, 1, "(..., k, n) or (k,)")
     _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[-2 if rhs.ndim > 1 else 0])
+    _check_batch(op, lhs, rhs)
     weights = None if is_scaled else rhs
     spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)
@@ -112,21 +116,24 @@ def matmul(
     return reshard(jnp.squeeze(out, -2), out_spec)
 
 
+def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
+    got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
+    try:
+        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"{op}: batch dimensions of lhs and rhs must broadcast; got {got}"
+        ) from None
+    _checks.check_count(op, "the number of products", math.prod(batch), got)
+
+
 def _broadcast_product(
     spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """The product with jnp.matmul's rules for batch dimensions."""
     *lhs_batch, m, k = lhs.shape
     *rhs_batch, n = (*rhs.shape[:-2], rhs.shape[-1])
-    try:
-        batch = jnp.broadcast_shapes(tuple(lhs_batch), tuple(rhs_batch))
-    except ValueError:
-        raise ValueError(
-            "matmul: batch dimensions of lhs and rhs must broadcast; got "
-            f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
-        ) from None
-    got = f"lhs {_checks.short_type(lhs)}, rhs {_checks.short_type(rhs)}"
-    _checks.check_count("matmul", "the number of products", math.prod(batch), got)
+    batch = jnp.broadcast_shapes(tuple(lhs_batch), tuple(rhs_batch))
     last = lambda n: None if out_spec is None else PartitionSpec(*out_spec.partitions[-n:])
     if math.prod(rhs_batch) == 1:
         out = product(spec, lhs, rhs if rhs.ndim == 2 else reshape(rhs, (k, n)), last(lhs.ndim))

@@ -69,7 +69,9 @@ def shardings_of(lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None) -> Sh
 def check_recipe(op: str, recipe: Any) -> None:
     """TypeError unless `recipe` is a Recipe."""
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe; got {recipe!r}")
+        raise TypeError(
+            f"{op}: recipe must be a jax_fp8gemm.Recipe; got {_checks.short_repr(recipe)}"
+        )
 
 
 def make_spec(
@@ -83,8 +85,7 @@ def make_spec(
     out_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
     if preferred_element_type is not None:
         name = "preferred_element_type"
-        _checks.check_out_dtype(op, name, preferred_element_type, _checks.FLOAT_DTYPES)
-        out_dtype = jnp.dtype(preferred_element_type)
+        out_dtype = _checks.check_out_dtype(op, name, preferred_element_type, _checks.FLOAT_DTYPES)
     rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
     return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
 
@@ -99,13 +100,13 @@ def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
     if len(pair) != 2:
         raise ValueError(
             f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, or a pair of them; "
-            f"got {precision!r}"
+            f"got {_checks.short_repr(precision)}"
         )
     is_xla = any(p != lax.Precision.DEFAULT for p in pair)
     if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
         raise ValueError(
             f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
-            f"got precision {precision!r}, {spec.recipe}"
+            f"got precision {_checks.short_repr(precision)}, {spec.recipe}"
         )
     return pair if is_xla else None
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._experts import (
     Groups,
     Specs,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _OP = "moe_mlp"
 
 
+@naming_devices
 @jax.named_scope("fp8gemm_moe_mlp")
 def moe_mlp(
     x: Float[Array, "m d"],

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._mesh_axes import match_varying, replicate
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
+@naming_devices
 @jax.named_scope("fp8gemm_permute")
 def permute(
     x: Float[Array, "m d"], indices: Int[Array, "m top_k"], num_experts: int
@@ -54,7 +56,9 @@ def permute(
         )
     _checks.check_static(op, num_experts=num_experts)
     if not hasattr(num_experts, "__index__") or num_experts < 1:
-        raise ValueError(f"{op}: num_experts must be at least 1; got {num_experts!r}")
+        raise ValueError(
+            f"{op}: num_experts must be at least 1; got {_checks.short_repr(num_experts)}"
+        )
     num_experts = operator.index(num_experts)
     _checks.check_count(op, "num_experts", num_experts, indices)
     _checks.check_count(op, "m * top_k", indices.size, indices)
@@ -90,6 +94,7 @@ def limit(
     return jnp.where(is_kept, indices, num_experts)
 
 
+@naming_devices
 @jax.named_scope("fp8gemm_unpermute")
 def unpermute(
     rows: Float[Array, "rows d"],

@@ -62,7 +62,10 @@ def quantize(
     _checks.check_block(op, block)
     is_index = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
     if not is_index or axis not in range(-x.ndim, x.ndim):
-        raise ValueError(f"{op}: axis must be -1 or -2; got {axis!r}, x {_checks.short_type(x)}")
+        raise ValueError(
+            f"{op}: axis must be -1 or -2; got {_checks.short_repr(axis)}, "
+            f"x {_checks.short_type(x)}"
+        )
     given, axis = axis, axis - x.ndim if axis >= 0 else axis
     if axis != -1 and (axis != -2 or block != (1, 128)):
         raise ValueError(

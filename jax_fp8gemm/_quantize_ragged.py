@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _groups, _quantize_config
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
 from jax_fp8gemm._primitive import define_primitive
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
+@naming_devices
 def quantize_ragged(
     x: Float[Array, "m k"],
     group_sizes: Int[Array, " g"],
@@ -58,7 +60,7 @@ def quantize_ragged(
     for name, operand in (("x", x), ("group_sizes", group_sizes)):
         _checks.check_array(op, name, operand)
     _check(op, x, group_sizes)
-    _checks.check_out_dtype(op, "dtype", dtype, _checks.FP8_DTYPES)
+    dtype = _checks.check_out_dtype(op, "dtype", dtype, _checks.FP8_DTYPES)
     _checks.check_implementation(op, implementation)
     first_row = jnp.zeros((1,), jnp.int32)
     return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import check_out_sharding, reshard
 from jax_fp8gemm._grouped_gemm import grouped_gemm
 from jax_fp8gemm._grouped_wgrad import grouped_wgrad
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
+@naming_devices
 def ragged_dot(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "g k n"] | ScaledArray,

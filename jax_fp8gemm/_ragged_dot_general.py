@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _checks, _groups
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import check_out_sharding, reshard
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
@@ -50,6 +51,7 @@ _SUPPORTED = (
 )
 
 
+@naming_devices
 def ragged_dot_general(
     lhs: Float[Array, ...],
     rhs: Float[Array, ...],

@@ -77,4 +77,6 @@ def as_top_k(op: str, top_k: Any, logits: Any) -> int:
 def check_scoring(op: str, scoring: Any) -> None:
     """ValueError unless `scoring` names one."""
     if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"{op}: scoring must be 'softmax' or 'sigmoid'; got {scoring!r}")
+        raise ValueError(
+            f"{op}: scoring must be 'softmax' or 'sigmoid'; got {_checks.short_repr(scoring)}"
+        )

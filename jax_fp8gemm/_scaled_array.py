@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fp8gemm import _checks, _jax_drift
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import with_auto_axes
 
 if TYPE_CHECKING:
@@ -68,11 +70,15 @@ class ScaledArray:
 
         Free where `transposed` is stored: the two then change places.
         """
+        for name, x in (("values", self.values), ("scale", self.scale)):
+            if not isinstance(x, jax.Array | np.ndarray) or _checks.is_extended(x):
+                got = _checks.short_type(x)
+                raise TypeError(f"ScaledArray.T: {name} must be an array of numbers; got {got}")
         if self.block != (128, 128):
             raise ValueError(
-                f"ScaledArray.T: block must be (128, 128); got {self.block}. The transpose of a "
-                "1x128 array has 128x1 blocks; quantise along r, the dimension before the last: "
-                "quantize(x, axis=-2)."
+                f"ScaledArray.T: block must be (128, 128); got {_checks.short_repr(self.block)}. "
+                "The transpose of a 1x128 array has 128x1 blocks; quantise along r, the dimension "
+                "before the last: quantize(x, axis=-2)."
             )
         if self.transposed is None:
             return ScaledArray(self.values.mT, self.scale.mT, None, self.block)
@@ -101,6 +107,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
+@naming_devices
 def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
     """Returns value * scale: the product in float32, rounded once to `dtype`.
 
@@ -114,7 +121,7 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     """
     x = _checks.as_array(x)
     check_scaled_array("dequantize", "x", x)
-    _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
+    dtype = _checks.check_out_dtype("dequantize", "dtype", dtype, _checks.FLOAT_DTYPES)
     x = jax.tree.map(jnp.asarray, x)
     spec = lambda: jax.typeof(x.values).sharding.spec
     return with_auto_axes(lambda x: _dequantize(x, dtype), [x], spec)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_fp8gemm import _checks
+from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._exchange import AxisName, Name
 from jax_fp8gemm._expert_parallel import (
     axis_names,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
+@naming_devices
 def moe_layer(
     x: Float[Array, "*batch d"],
     router: Float[Array, "*batch num_experts"]
@@ -116,7 +118,8 @@ def moe_layer(
         return _unfold(expert_parallel_on_mesh(op, options, layout, exchange, operands), x)
     if mesh is not None:
         raise ValueError(
-            f"{op}: mesh must be None inside a shard_map over expert_axis; got {mesh!r}"
+            f"{op}: mesh must be None inside a shard_map over expert_axis; "
+            f"got {_checks.short_repr(mesh)}"
         )
     return _unfold(expert_parallel(op, options, names, exchange, operands), x)
 
@@ -126,27 +129,30 @@ def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) 
     _checks.check_bool(op, normalize=normalize)
     if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
         raise ValueError(
-            f"{op}: scoring and normalize must go with router logits; got scoring {scoring!r}, "
-            f"normalize {normalize} with (indices, weights)"
+            f"{op}: scoring and normalize must go with router logits; got scoring "
+            f"{_checks.short_repr(scoring)}, normalize {normalize} with (indices, weights)"
         )
     check_scoring(op, scoring)
     if capacity_factor is None:
         return
     if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
-        got = repr(capacity_factor)
+        got = _checks.short_repr(capacity_factor)
         raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
-    if not float(capacity_factor) > 0:
-        raise ValueError(f"{op}: capacity_factor must be None or above 0; got {capacity_factor!r}")
+    if not capacity_factor > 0:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"{op}: capacity_factor must be None or above 0; "
+            f"got {_checks.short_repr(capacity_factor)}"
+        )
 
 
 def _check_mesh(op: str, expert_axis, exchange, mesh) -> None:
     if expert_axis is None and (exchange is not None or mesh is not None):
         raise ValueError(
-            f"{op}: exchange and mesh must go with expert_axis; got exchange {exchange!r}, "
-            f"mesh {mesh!r} without"
+            f"{op}: exchange and mesh must go with expert_axis; got exchange "
+            f"{_checks.short_repr(exchange)}, mesh {_checks.short_repr(mesh)} without"
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
-        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {mesh!r}")
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {_checks.short_repr(mesh)}")
 
 
 def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
@@ -154,6 +160,9 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
     if not isinstance(router, tuple | list):
         if top_k is None:
             raise ValueError(f"{op}: top_k must go with router logits; got None")
+        router = _checks.as_array(router)
+        _checks.check_array(op, "router", router)
+        _checks.check_dtype(op, "router", router, _checks.FLOAT_DTYPES)
         return _fold(op, "router", router, x)
     if len(router) != 2:
         raise ValueError(
@@ -164,8 +173,9 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
     _checks.check_integers(op, "indices", indices)
     # Saturated where they are, or int64 beyond int32 would wrap to an expert.
     indices = _fold(op, "indices", as_int32(indices, lowest=-1), x)
-    weights = _fold(op, "weights", weights, x)
+    _checks.check_array(op, "weights", weights)
     _checks.check_dtype(op, "weights", weights, _checks.FLOAT_DTYPES)
+    weights = _fold(op, "weights", weights, x)
     if weights.shape != indices.shape:
         raise ValueError(
             f"{op}: weights must be one for each of indices {_checks.short_type(indices)}; "
