@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any

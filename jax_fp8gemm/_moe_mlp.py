@@ -36,6 +36,7 @@ from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._swiglu import swiglu
 from jax_fp8gemm._weights import check_weights, without_gradient
@@ -99,7 +100,8 @@ def moe_mlp(
     operands = match_varying(*operands, (sizes, jnp.zeros((1,), jnp.int32)))
     if not recipe.is_fused:
         return _unfused_mlp(recipe, implementation, *operands)
-    return _mlp(with_layer_shardings(specs, *operands[:3]), *operands)
+    run = partial(_mlp, with_layer_shardings(specs, *operands[:3]))
+    return reverse_mode(_OP, run, *operands)
 
 
 def with_layer_shardings(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any) -> Specs:

@@ -18,6 +18,7 @@ from jax_fp8gemm import _checks
 from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._groups import as_int32
 from jax_fp8gemm._mesh_axes import match_varying, replicate
+from jax_fp8gemm._reverse_mode import reverse_mode, transposable_by_none
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
@@ -64,7 +65,8 @@ def permute(
     _checks.check_count(op, "m * top_k", indices.size, indices)
     x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, num_experts)
-    return _copy_rows(x, choice, order), group_sizes, order
+    rows = reverse_mode(op, _copy_rows, x, choice, order)
+    return rows, group_sizes, order
 
 
 def sort_choices(
@@ -129,7 +131,7 @@ def unpermute(
             f"rows {_checks.short_type(rows)}"
         )
     _checks.check_count(op, "m * top_k", order.size, order)
-    return _add_weighted(*_prepare(op, rows, order, weights))
+    return transposable_by_none(op, _add_weighted(*_prepare(op, rows, order, weights)))
 
 
 def _prepare(op: str, *operands: Any) -> tuple[jax.Array, ...]:

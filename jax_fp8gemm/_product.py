@@ -33,6 +33,7 @@ from jax_fp8gemm._matmul_spec import (
 )
 from jax_fp8gemm._mesh_axes import match_varying
 from jax_fp8gemm._quantize import quantize, rows_and_columns
+from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import ScaledArray
 from jax_fp8gemm._weights import both_ways, transposed, without_gradient
 
@@ -70,7 +71,8 @@ def product(
 ) -> jax.Array:
     """lhs (..., m, k) times rhs (k, n). out_spec: how Explicit mesh axes cut the result."""
     spec = with_shardings(spec, lhs, rhs, out_spec)
-    return _product(spec, *match_varying(lhs, without_gradient("matmul", "rhs", rhs)))
+    operands = match_varying(lhs, without_gradient("matmul", "rhs", rhs))
+    return reverse_mode("matmul", partial(_product, spec), *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -40,6 +40,7 @@ from jax_fp8gemm._quantize import Implementation, quantize
 from jax_fp8gemm._quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
 
@@ -176,7 +177,8 @@ def _local_groups(
 @jax.named_scope("fp8gemm_ragged_dot")
 def _grouped_product(spec: MatmulSpec, lhs, rhs, sizes, first_row) -> jax.Array:
     rhs = without_gradient("ragged_dot", "rhs", rhs)
-    return _product(spec, *match_varying(lhs, rhs, sizes, first_row))
+    operands = match_varying(lhs, rhs, sizes, first_row)
+    return reverse_mode("ragged_dot", partial(_product, spec), *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -39,6 +39,7 @@ from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import check_unquantised
 from jax_fp8gemm._weights import both_ways
 
@@ -183,7 +184,8 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
 @jax.named_scope("fp8gemm_ragged_dot_general")
 def _contract(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
     if xla_precision is None and spec.recipe.is_fp8:
-        return _contraction(spec, *match_varying(lhs, rhs, sizes))
+        operands = match_varying(lhs, rhs, sizes)
+        return reverse_mode("ragged_dot_general", partial(_contraction, spec), *operands)
     how = xla_precision, spec.out_dtype, spec.shardings.out
     return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), *how)
 

@@ -23,6 +23,7 @@ from jax_fp8gemm import _groups
 from jax_fp8gemm._explicit import with_auto_axes
 from jax_fp8gemm._matmul_spec import Shardings, shardings_of
 from jax_fp8gemm._mesh_axes import match_varying
+from jax_fp8gemm._reverse_mode import transposable_by_none
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -48,7 +49,8 @@ def xla_ragged_dot(
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
     options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
-    return _dot(options, *match_varying(lhs, rhs, sizes, first_row))
+    out = _dot(options, *match_varying(lhs, rhs, sizes, first_row))
+    return transposable_by_none("ragged_dot", out)
 
 
 def xla_ragged_contraction(
@@ -56,7 +58,8 @@ def xla_ragged_contraction(
 ) -> jax.Array:
     """out[i] = lhs[rows]^T . rhs[rows]. out_spec: as for xla_ragged_dot."""
     options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
-    return _contraction(options, *match_varying(lhs, rhs, sizes, first_row))
+    out = _contraction(options, *match_varying(lhs, rhs, sizes, first_row))
+    return transposable_by_none("ragged_dot_general", out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,6 +36,7 @@ from jax_fp8gemm._permute import permute as permute
 from jax_fp8gemm._permute import unpermute as unpermute
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._route import Scoring, as_top_k, check_scoring
 from jax_fp8gemm._route import route as route
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
@@ -107,21 +109,30 @@ def moe_layer(
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
     _checks.check_count(op, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
+    run = partial(_run, op, options, expert_axis, exchange, mesh)
+    if recipe.is_fused:
+        run = partial(reverse_mode, op, run)
+    return _unfold(run(tokens, router, w_gate_up, w_down), x)
+
+
+def _run(op: str, options: LayerOptions, expert_axis, exchange, mesh, *operands: Any) -> jax.Array:
+    """The layer on tokens (m, d), a router of as many, and weights."""
+    tokens, router, w_gate_up, w_down = operands
     if expert_axis is None:
         indices, weights = options.choose(op, router, w_gate_up.shape[0])
-        return local_layer(options, tokens, indices, weights, w_gate_up, w_down).reshape(x.shape)
+        return local_layer(options, tokens, indices, weights, w_gate_up, w_down)
     w_gate_up, w_down = jax.tree.map(lambda w: settle(op, w), (w_gate_up, w_down))
     operands = tokens, router, w_gate_up, w_down
     names = axis_names(op, expert_axis, exchange)
     if not is_manual(names):
         layout = lay_out(op, operands, names, mesh)
-        return _unfold(expert_parallel_on_mesh(op, options, layout, exchange, operands), x)
+        return expert_parallel_on_mesh(op, options, layout, exchange, operands)
     if mesh is not None:
         raise ValueError(
             f"{op}: mesh must be None inside a shard_map over expert_axis; "
             f"got {_checks.short_repr(mesh)}"
         )
-    return _unfold(expert_parallel(op, options, names, exchange, operands), x)
+    return expert_parallel(op, options, names, exchange, operands)
 
 
 def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
