@@ -29,7 +29,7 @@ from jax_fp8gemm import _checks, _ffi, _tile_choice, _tile_config
 from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import bind_each, define_primitive, map_batch
 
 _BLOCK = _checks.SCALE_BLOCK
 
@@ -171,7 +171,7 @@ def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
         return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
     if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
-        return map_batch(partial(gemm_p, **params), operands, dims), [0]
+        return bind_each(gemm_p, operands, dims, **params), [0]
     accum = [front(4, size)] if len(operands) == 5 else []
     if lhs_batched:
         return gemm_p(front(0, size), front(1, size), *operands[2:4], *accum, **params), [0]

@@ -89,7 +89,7 @@ def define_primitive(
         operands = [replicate(rules.op, x) for x in operands]
         if batch_rule is not None:
             return batch_rule(operands, dims, **params)
-        results = map_batch(partial(bind, **params), operands, dims)
+        results = bind_each(bind, operands, dims, **params)
         return results, [0] * len(results)
 
     # Two, because what is partitioned cannot be lowered without devices, and in shard_map, where
@@ -267,3 +267,18 @@ def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int
                           for x, d in zip(operands, dims, strict=True)))  # fmt: skip
 
     return jax.lax.map(one, batched)
+
+
+def bind_each(
+    bind: Callable[..., Any], operands: Arrays, dims: Sequence[int | None], **params
+) -> Any:
+    """map_batch of bind(*operands, **params), as a batch rule needs it.
+
+    NOTE: jitted by what is static, because an eager lax.map compiles anew what it has not seen.
+    """
+    return _bind_each(bind, tuple(sorted(params.items())), tuple(dims), tuple(operands))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _bind_each(bind: Callable[..., Any], params: Any, dims: Any, operands: Any) -> Any:
+    return map_batch(partial(bind, **dict(params)), operands, dims)
