@@ -19,6 +19,8 @@ FP8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 FLOAT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 BLOCKS = ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK))
 IMPLEMENTATIONS = (None, "cuda", "xla")
+# ValueError for a wrong shape; an op that replaces one of JAX raises what that one does.
+Error = type[ValueError] | type[TypeError]
 
 
 def num_blocks(extent: int) -> int:
@@ -80,10 +82,30 @@ def _then(hint: str) -> str:
 
 
 def as_array(x: Any) -> Any:
-    """The array that `x` stands for: a flax.nnx.Param's value, a NumPy scalar; else `x` itself."""
+    """The array that `x` stands for: a flax.nnx.Param's value, a NumPy scalar; else `x` itself.
+
+    Without x64, f64 of NumPy is f32, as in jax.numpy.
+    """
     if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
-        return x.__jax_array__()
-    return np.asarray(x) if isinstance(x, np.generic) else x
+        x = x.__jax_array__()
+    if not isinstance(x, np.generic | np.ndarray):
+        return x
+    is_f64 = x.dtype == np.float64 and x.dtype.isnative
+    with np.errstate(over="ignore"):
+        return np.asarray(x, jax.dtypes.canonicalize_dtype(np.float64) if is_f64 else None)
+
+
+def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """The operands of a product, of which one holds floats: integers in the dtype of the other."""
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs)):
+        return lhs, rhs
+
+    def match(x: Any, other: Any) -> Any:
+        is_integer = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+        is_float = any(other.dtype == dtype for dtype in FLOAT_DTYPES)
+        return jnp.asarray(x).astype(other.dtype) if is_integer and is_float else x
+
+    return match(lhs, rhs), match(rhs, lhs)
 
 
 def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
@@ -100,6 +122,8 @@ def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
     """TypeError unless the dtype of `x` is one of `dtypes`."""
     if not any(x.dtype == dtype for dtype in dtypes):  # of keys, np.dtype() knows nothing
+        if x.dtype == np.float64 and FLOAT_DTYPES[-1] in dtypes:
+            hint = "jax_enable_x64 keeps f64 as it is: cast it with astype(jnp.float32)."
         expected = _short_dtypes(dtypes)
         got = f"got {name} {short_type(x)}{_then(hint)}"
         raise TypeError(f"{op}: {name} must be {expected}; {got}")
@@ -111,11 +135,13 @@ def check_integers(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be integers; got {name} {short_type(x)}")
 
 
-def check_ndim(op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "") -> None:
-    """ValueError unless `x` has exactly `ndim` dimensions, named by `layout`."""
+def check_ndim(
+    op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "", error: Error = ValueError
+) -> None:
+    """Raises `error` unless `x` has exactly `ndim` dimensions, named by `layout`."""
     if x.ndim != ndim:
         got = f"got {name} {short_type(x)}{_then(hint)}"
-        raise ValueError(f"{op}: {name} must be {layout}; {got}")
+        raise error(f"{op}: {name} must be {layout}; {got}")
 
 
 def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
@@ -131,10 +157,12 @@ def check_count(op: str, what: str, count: int, got: Any) -> None:
         raise ValueError(f"{op}: {what} must be below 2^31; got {count}, {got}")
 
 
-def check_same_k(op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int) -> None:
-    """ValueError unless the contraction has the same length on both sides."""
+def check_same_k(
+    op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int, *, error: Error = ValueError
+) -> None:
+    """Raises `error` unless the contraction has the same length on both sides."""
     if lhs_k != rhs_k:
-        raise ValueError(
+        raise error(
             f"{op}: lhs and rhs must share k; got k={lhs_k} in lhs {short_type(lhs)}, "
             f"k={rhs_k} in rhs {short_type(rhs)}"
         )
@@ -147,6 +175,8 @@ def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np
         try:
             got = short_dtype(dtype)
             found = jnp.dtype(dtype)
+            if found == np.float64:
+                found = jax.dtypes.canonicalize_dtype(found)
         except Exception:  # NumPy asks whatever `dtype` has, and parses text
             found = None
         if found is not None and found in dtypes:

@@ -45,7 +45,7 @@ def dot_general(
     the batch dimensions. Differentiable once, in reverse mode, as `matmul`.
 
     Args:
-      lhs, rhs: bf16, f16 or f32.
+      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
       kwargs: for callers that pass more arguments than lax's; each must be None, which asks for
@@ -53,13 +53,13 @@ def dot_general(
     Returns:
       The batch dimensions, then lhs's free ones, then rhs's.
     Raises:
-      TypeError: a dtype, an unknown argument, dimension numbers that are none.
-      ValueError: dimension numbers, shapes, precision, out_sharding.
+      TypeError: a dtype, an unknown argument, dimension numbers, shapes.
+      ValueError: precision, out_sharding.
     """
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
-    lhs, rhs = map(_checks.as_array, (lhs, rhs))
+    lhs, rhs = _checks.match_floats(*map(_checks.as_array, (lhs, rhs)))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_unquantised(op, name, x)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
@@ -94,20 +94,20 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
 
     def normalize(x: Any, dims: Any) -> Dims:
         if not all(-x.ndim <= d < x.ndim for d in dims):
-            raise ValueError(f"{op}: dimension numbers must be within the ranks; got {got}")
+            raise TypeError(f"{op}: dimension numbers must be within the ranks; got {got}")
         return tuple(d % x.ndim for d in dims)
 
     lhs_contract, lhs_batch = normalize(lhs, lhs_contract), normalize(lhs, lhs_batch)
     rhs_contract, rhs_batch = normalize(rhs, rhs_contract), normalize(rhs, rhs_batch)
     for dims in ((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch)):
         if len(set(dims)) != len(dims):
-            raise ValueError(f"{op}: dimension numbers must name a dimension once; got {got}")
+            raise TypeError(f"{op}: dimension numbers must name a dimension once; got {got}")
     for kind, lhs_dims, rhs_dims in (
         ("contracting", lhs_contract, rhs_contract),
         ("batch", lhs_batch, rhs_batch),
     ):
         if [lhs.shape[d] for d in lhs_dims] != [rhs.shape[d] for d in rhs_dims]:
-            raise ValueError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
+            raise TypeError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
     num_products = math.prod(lhs.shape[d] for d in lhs_batch)
     _checks.check_count(op, "the number of products", num_products, got)
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

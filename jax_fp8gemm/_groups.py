@@ -24,13 +24,22 @@ MAX_GROUPS = 1024
 _INT32_MAX = 2**31 - 1
 
 
-def check_group_sizes(op: str, group_sizes: Any, num_groups: int | None = None) -> None:
-    """Raises unless group_sizes is integers (g,), with g = num_groups where that is given."""
+def check_group_sizes(
+    op: str,
+    group_sizes: Any,
+    num_groups: int | None = None,
+    *,
+    error: _checks.Error = ValueError,
+) -> None:
+    """Raises unless group_sizes is integers (g,), with g = num_groups where that is given.
+
+    error: for a wrong shape.
+    """
     _checks.check_integers(op, "group_sizes", group_sizes)
-    _checks.check_ndim(op, "group_sizes", group_sizes, 1, "(g,)")
+    _checks.check_ndim(op, "group_sizes", group_sizes, 1, "(g,)", error=error)
     (g,) = group_sizes.shape
     if num_groups is not None and g != num_groups:
-        raise ValueError(
+        raise error(
             f"{op}: group_sizes must have one size for each of the {num_groups} groups of rhs; "
             f"got group_sizes {_checks.short_type(group_sizes)}"
         )

@@ -44,14 +44,15 @@ def matmul(
     dimensions of lhs alone are folded into m.
 
     Args:
-      lhs: (..., m, k) or (k,), bf16, f16 or f32.
-      rhs: (..., k, n) or (k,), bf16, f16 or f32; or a ScaledArray (k, n) with block (128, 128),
+      lhs: (..., m, k) or (k,), bf16, f16 or f32; integers where rhs holds floats, and then cast to
+        their dtype. Without x64, f64 of NumPy is f32, as in JAX.
+      rhs: (..., k, n) or (k,), likewise; or a ScaledArray (k, n) with block (128, 128),
         quantised once for many products: its own format is used, and it has no gradient. Give it
         `transposed` (quantize with_transpose=True), which is what the product reads.
       recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
-      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: a plain XLA dot at that
-        precision, without FP8. `jax.default_matmul_precision` has no say: calling this function
-        asks for FP8.
+      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand, or a DotAlgorithmPreset
+        of bf16, f16, tf32 or f32: a plain XLA dot at that precision, without FP8.
+        `jax.default_matmul_precision` has no say: calling this function asks for FP8.
       preferred_element_type: dtype of the result, bf16, f16 or f32; default that of both operands,
         f32 where they differ. Weakly typed operands count as others, as in lax.dot_general.
       implementation: None, the kernels where they can run and the reference elsewhere, with one
@@ -61,7 +62,8 @@ def matmul(
     Returns:
       (..., m, n) array. Gradients have the dtypes of their operands.
     Raises:
-      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block, out_sharding.
+      TypeError: a dtype, lhs and rhs with another k each.
+      ValueError: other shapes, precision, implementation, scale block, out_sharding.
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
@@ -76,7 +78,7 @@ def matmul(
     ("fp8gemm_out").
     """
     op = "matmul"
-    lhs, rhs = map(_checks.as_array, (lhs, rhs))
+    lhs, rhs = _checks.match_floats(*map(_checks.as_array, (lhs, rhs)))
     is_scaled = isinstance(rhs, ScaledArray)
     check_unquantised(op, "lhs", lhs)
     _checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")
@@ -86,7 +88,8 @@ def matmul(
         _checks.check_ndim(op, "rhs", rhs, 2, "(k, n)", hint=hint)
     else:
         _checks.check_min_ndim(op, "rhs", rhs, 1, "(..., k, n) or (k,)")
-    _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[-2 if rhs.ndim > 1 else 0])
+    rhs_k = rhs.shape[-2 if rhs.ndim > 1 else 0]
+    _checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs_k, error=TypeError)
     _check_batch(op, lhs, rhs)
     weights = None if is_scaled else rhs
     spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)

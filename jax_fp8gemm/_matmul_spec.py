@@ -19,6 +19,13 @@ from jax_fp8gemm._scaled_array import ScaledArray
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
+# Those of jax.lax.DotAlgorithmPreset for the dtypes that the ops take.
+_ALGORITHMS = (
+    "DEFAULT",
+    *("BF16_BF16_BF16", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6"),
+    *("BF16_BF16_F32_X9", "F16_F16_F16", "F16_F16_F32", "TF32_TF32_F32", "TF32_TF32_F32_X3"),
+    "F32_F32_F32",
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,20 @@ def make_spec(
 
 
 def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
-    """None for FP8, or the pair of precisions that an XLA dot shall have."""
+    """None for FP8, or what an XLA dot is to have: a pair of precisions, or an algorithm."""
+    xla_precision = _xla_precision(op, precision)
+    is_xla = xla_precision is not None
+    if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
+        raise ValueError(
+            f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
+            f"got precision {_checks.short_repr(precision)}, {spec.recipe}"
+        )
+    return xla_precision
+
+
+def _xla_precision(op: str, precision: Any) -> Any:
+    if isinstance(precision, lax.DotAlgorithmPreset) and precision.name in _ALGORITHMS:
+        return None if precision == lax.DotAlgorithmPreset.DEFAULT else precision
     pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
     try:
         pair = tuple(lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair)
@@ -99,16 +119,11 @@ def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
         pair = ()
     if len(pair) != 2:
         raise ValueError(
-            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, or a pair of them; "
+            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, a pair of them, or a "
+            "DotAlgorithmPreset of bf16, f16, tf32 or f32; "
             f"got {_checks.short_repr(precision)}"
         )
-    is_xla = any(p != lax.Precision.DEFAULT for p in pair)
-    if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
-        raise ValueError(
-            f"{op}: implementation='cuda' must go with an FP8 recipe and default precision; "
-            f"got precision {_checks.short_repr(precision)}, {spec.recipe}"
-        )
-    return pair if is_xla else None
+    return pair if any(p != lax.Precision.DEFAULT for p in pair) else None
 
 
 def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | None:

@@ -68,8 +68,8 @@ def ragged_dot(
     1 to 1024 groups of any sizes, which stay on the device. vmap runs one element after another.
 
     Args:
-      lhs: (m, k) bf16, f16 or f32, rows sorted by group.
-      rhs: (g, k, n) bf16, f16 or f32; or a ScaledArray (g, k, n) with block (128, 128), quantised
+      lhs: (m, k) bf16, f16 or f32, rows sorted by group; integers as for matmul.
+      rhs: (g, k, n), likewise; or a ScaledArray (g, k, n) with block (128, 128), quantised
         once for many products, without a gradient. Give it `transposed` (quantize
         with_transpose=True), which is what the product reads.
       group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
@@ -87,7 +87,8 @@ def ragged_dot(
       (m, n) array. Gradients have the dtypes of their operands, that of an empty group is zero;
       group_sizes has none.
     Raises:
-      TypeError: a dtype. ValueError: shapes, precision, implementation, scale block.
+      TypeError: a dtype, shapes, as in lax.
+      ValueError: group_offset, more than 1024 groups, precision, implementation, scale block.
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
@@ -101,6 +102,7 @@ def ragged_dot(
     op = "ragged_dot"
     operands = map(_checks.as_array, (lhs, rhs, group_sizes, group_offset))
     lhs, rhs, group_sizes, group_offset = operands
+    lhs, rhs = _checks.match_floats(lhs, rhs)
     check_operands(op, lhs, rhs, group_sizes, group_offset)
     is_scaled = isinstance(rhs, ScaledArray)
     spec = make_spec(
@@ -140,13 +142,14 @@ def _out_spec(
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
     """Raises unless these are operands of ragged_dot."""
     check_unquantised(op, "lhs", lhs)
-    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
+    hint = "Map leading dimensions with jax.vmap."
+    _checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=hint, error=TypeError)
     check_weights(op, "rhs", rhs)
-    _checks.check_ndim(op, "rhs", rhs, 3, "(g, k, n)")
-    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    _checks.check_ndim(op, "rhs", rhs, 3, "(g, k, n)", error=TypeError)
+    _checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1], error=TypeError)
     _checks.check_array(op, "group_sizes", group_sizes)
     num_groups = rhs.shape[0] if group_offset is None else None
-    _groups.check_group_sizes(op, group_sizes, num_groups)
+    _groups.check_group_sizes(op, group_sizes, num_groups, error=TypeError)
     _groups.check_rows(op, lhs, lhs.shape[0], group_sizes)
     if group_offset is None:
         return

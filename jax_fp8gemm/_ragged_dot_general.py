@@ -74,7 +74,7 @@ def ragged_dot_general(
     differentiable once, in reverse mode. vmap runs one element after another.
 
     Args:
-      lhs, rhs: bf16, f16 or f32.
+      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
       group_sizes: as for `ragged_dot`. Rows past the sum reach no result.
       ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers.
       precision: as for `ragged_dot`; HIGH or HIGHEST is jax.lax.ragged_dot_general.
@@ -86,7 +86,8 @@ def ragged_dot_general(
       (m, n) or (g, k, n) array; zero for an empty group. Gradients have the dtypes of their
       operands, and are zero in rows of no group.
     Raises:
-      TypeError: a dtype. ValueError: dimension numbers, shapes, precision, implementation.
+      TypeError: a dtype, dimension numbers, shapes, as in lax.
+      ValueError: more than 1024 groups, precision, implementation.
       NotImplementedError: a ragged batch, other batch dimensions, several contracting or free
         dimensions, group_offset in a ragged contraction, a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
@@ -97,6 +98,7 @@ def ragged_dot_general(
     op = "ragged_dot_general"
     operands = map(_checks.as_array, (lhs, rhs, group_sizes, group_offset))
     lhs, rhs, group_sizes, group_offset = operands
+    lhs, rhs = _checks.match_floats(lhs, rhs)
     check_unquantised(op, "lhs", lhs)
     _checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
     _checks.check_dtype(op, "rhs", rhs, _checks.FLOAT_DTYPES)
@@ -119,7 +121,7 @@ def ragged_dot_general(
             out_sharding=out_sharding,
         )
     _checks.check_array(op, "group_sizes", group_sizes)
-    _groups.check_group_sizes(op, group_sizes)
+    _groups.check_group_sizes(op, group_sizes, error=TypeError)
     _groups.check_rows(op, lhs, lhs.shape[0], group_sizes)
     if group_offset is not None:
         raise NotImplementedError(
@@ -160,17 +162,17 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
     lhs_named, rhs_named = (*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch, *groups)
     for x, dims in ((lhs, lhs_named), (lhs, ragged), (rhs, rhs_named)):
         if len(set(dims)) != len(dims) or not all(0 <= d < x.ndim for d in dims):
-            raise ValueError(
+            raise TypeError(
                 f"{op}: dimension numbers must name dimensions of lhs and rhs, each once; {got}"
             )
     has_ragged_rows = not set(ragged) & set(lhs_named)
     if len(ragged) != 1 or len(groups) != int(has_ragged_rows):
-        raise ValueError(
+        raise TypeError(
             f"{op}: lhs must have one ragged dimension, and rhs one group dimension where that "
             f"is one of rows, else none; {got}"
         )
     if [lhs.shape[d] for d in lhs_contract] != [rhs.shape[d] for d in rhs_contract]:
-        raise ValueError(f"{op}: contracting dimensions of lhs and rhs must agree; {got}")
+        raise TypeError(f"{op}: contracting dimensions of lhs and rhs must agree; {got}")
     is_matrix = lhs.ndim == 2 and rhs.ndim == 2 + len(groups)
     if not is_matrix or lhs_batch or rhs_batch or len(lhs_contract) != 1:
         raise NotImplementedError(

@@ -103,7 +103,7 @@ def test_default_precision_is_fp8(precision):
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16", 3, ("high",), jax.lax.DotAlgorithmPreset.BF16_BF16_F32]
+    "precision", ["bf16", 3, ("high",), jax.lax.DotAlgorithmPreset.F64_F64_F64]
 )
 def test_unknown_precision_raises(precision):
     lhs, rhs, _ = problem()
@@ -195,12 +195,12 @@ def test_gradient_of_a_scaled_rhs_raises():
             jnp.ones((2, 3)),
             jnp.ones((4, 5)),
             {},
-            ValueError,
+            TypeError,
             r"lhs and rhs must share k; got k=3 in lhs f32\[2,3\], k=4 in rhs f32\[4,5\]",
         ),
         (
             jnp.ones((2, 3), int),
-            jnp.ones((3, 2)),
+            jnp.ones((3, 2), int),
             {},
             TypeError,
             r"lhs must be bf16.*lhs s32\[2,3\]",

@@ -269,22 +269,22 @@ LHS, RHS, GROUPS = jnp.ones((2, 3)), jnp.ones((4, 3, 5)), int32(SIZES)
 BAD_SCALE = ScaledArray(quantize(RHS).values, LHS, None, (128, 128))
 OFFSET = dict(group_offset=int32([1]))
 BAD_CALLS = [
-    (LHS, jnp.ones((4, 6, 5)), GROUPS, {}, ValueError,
+    (LHS, jnp.ones((4, 6, 5)), GROUPS, {}, TypeError,
      r"lhs and rhs must share k; got k=3 in lhs f32\[2,3\], k=6 in rhs f32\[4,6,5\]"),
-    (LHS.astype(int), RHS, GROUPS, {}, TypeError, r"lhs must be bf16.*got lhs s32\[2,3\]"),
+    (LHS.astype(int), RHS.astype(int), GROUPS, {}, TypeError, r"lhs must be bf16.*got lhs s32\[2,3\]"),
     (LHS, RHS.astype(jnp.float8_e4m3fn), GROUPS, {}, TypeError,
      r"rhs must be bf16, f16 or f32; got rhs f8e4m3fn\[4,3,5\]. Quantised .* ScaledArray"),
     (quantize(LHS), RHS, GROUPS, {}, TypeError,
      r"lhs must be an array; got a ScaledArray f8e4m3fn\[2,3\]. ragged_dot quantises lhs itself: "
      "pass the array from before quantize."),
-    (LHS[None], RHS, GROUPS, {}, ValueError, r"lhs must be \(m, k\); got lhs f32\[1,2,3\].*vmap"),
-    (LHS, RHS[0], GROUPS, {}, ValueError, r"rhs must be \(g, k, n\); got rhs f32\[3,5\]"),
+    (LHS[None], RHS, GROUPS, {}, TypeError, r"lhs must be \(m, k\); got lhs f32\[1,2,3\].*vmap"),
+    (LHS, RHS[0], GROUPS, {}, TypeError, r"rhs must be \(g, k, n\); got rhs f32\[3,5\]"),
     (LHS, 2.0, GROUPS, {}, TypeError, "rhs must be an array; got float. Or pass a ScaledArray"),
     (LHS, quantize(RHS), GROUPS, {}, ValueError, r"rhs.block must be \(128, 128\), .*got \(1,"),
     (LHS, BAD_SCALE, GROUPS, {}, ValueError, r"rhs_scale must be f32\[4,1,1\]"),
-    (LHS, RHS, GROUPS[1:], {}, ValueError,
+    (LHS, RHS, GROUPS[1:], {}, TypeError,
      r"group_sizes must have one size for each of the 4 groups of rhs; got group_sizes s32\[3\]"),
-    (LHS, RHS, GROUPS[None], {}, ValueError, r"group_sizes must be \(g,\); got .* s32\[1,4\]"),
+    (LHS, RHS, GROUPS[None], {}, TypeError, r"group_sizes must be \(g,\); got .* s32\[1,4\]"),
     (LHS, RHS, RHS[:, 0, 0], {}, TypeError, r"group_sizes must be integers; got .* f32\[4\]"),
     (LHS, RHS, list(SIZES), {}, TypeError, "group_sizes must be an array; got list"),
     (LHS, RHS[:0], GROUPS[:0], {}, ValueError, "group_sizes must have 1 to 1024 groups"),
