@@ -271,7 +271,8 @@ OFFSET = dict(group_offset=int32([1]))
 BAD_CALLS = [
     (LHS, jnp.ones((4, 6, 5)), GROUPS, {}, TypeError,
      r"lhs and rhs must share k; got k=3 in lhs f32\[2,3\], k=6 in rhs f32\[4,6,5\]"),
-    (LHS.astype(int), RHS.astype(int), GROUPS, {}, TypeError, r"lhs must be bf16.*got lhs s32\[2,3\]"),
+    (LHS.astype(int), RHS.astype(int), GROUPS, {}, TypeError,
+     r"lhs must be bf16.*got lhs s32\[2,3\]"),
     (LHS, RHS.astype(jnp.float8_e4m3fn), GROUPS, {}, TypeError,
      r"rhs must be bf16, f16 or f32; got rhs f8e4m3fn\[4,3,5\]. Quantised .* ScaledArray"),
     (quantize(LHS), RHS, GROUPS, {}, TypeError,
