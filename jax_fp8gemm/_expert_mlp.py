@@ -44,8 +44,8 @@ from jax_fp8gemm._gather_quantize import gather_quantize
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
 from jax_fp8gemm._permute import sort_choices, sum_of_rows, take_rows
 from jax_fp8gemm._quantize import quantize
-from jax_fp8gemm._ragged_dot import gemm_as, wgrad_as
 from jax_fp8gemm._scaled_array import ScaledArray
+from jax_fp8gemm._scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._swiglu import swiglu, swiglu_grad_quantize, swiglu_quantize
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_fp8gemm._matmul_spec import MatmulSpec, name_residual, quantize_args
-from jax_fp8gemm._ragged_dot import gemm_as, wgrad_as
 from jax_fp8gemm._scaled_array import ScaledArray
+from jax_fp8gemm._scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._swiglu import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._weights import both_ways, transposed
 

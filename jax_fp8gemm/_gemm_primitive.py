@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm import _checks, _ffi, _tile_choice, _tile_config
+from jax_fp8gemm._batch import bind_each, map_batch
 from jax_fp8gemm._mesh_axes import constant_like
 from jax_fp8gemm._partition import Shards
 from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import bind_each, define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 
 _BLOCK = _checks.SCALE_BLOCK
 

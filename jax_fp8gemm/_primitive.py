@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm import _ffi, _jax_drift
+from jax_fp8gemm._batch import bind_each
 from jax_fp8gemm._cache_key import tag
 from jax_fp8gemm._explicit import explicit_mesh, reshard, result_specs, with_auto_axes
 from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
@@ -237,48 +238,3 @@ def _fall_back(op: str, implementation: str | None, reason: str) -> None:
             f"got: {reason}. Use None or 'xla'."
         )
     _ffi.warn_once(reason)
-
-
-def undifferentiable(x: jax.Array, message: str) -> jax.Array:
-    """`x`; raises TypeError(message) where it is differentiated."""
-    return _undifferentiable_p.bind(x, message=message)
-
-
-def _raise_undifferentiable(primals, tangents, *, message):
-    raise TypeError(message)
-
-
-_undifferentiable_p = Primitive("undifferentiable")
-_undifferentiable_p.def_abstract_eval(lambda x, *, message: x)
-_undifferentiable_p.def_impl(lambda x, *, message: x)
-mlir.register_lowering(_undifferentiable_p, lambda ctx, x, *, message: [x])
-batching.defvectorized(_undifferentiable_p)
-ad.primitive_jvps[_undifferentiable_p] = _raise_undifferentiable
-
-
-def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int | None]) -> Any:
-    """Applies `function` to one batch element after another; results are batched at 0."""
-    batched = [jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
-               if d is not None]  # fmt: skip
-
-    def one(elements):
-        remaining = iter(elements)
-        return function(*(x if d is None else next(remaining)
-                          for x, d in zip(operands, dims, strict=True)))  # fmt: skip
-
-    return jax.lax.map(one, batched)
-
-
-def bind_each(
-    bind: Callable[..., Any], operands: Arrays, dims: Sequence[int | None], **params
-) -> Any:
-    """map_batch of bind(*operands, **params), as a batch rule needs it.
-
-    NOTE: jitted by what is static, because an eager lax.map compiles anew what it has not seen.
-    """
-    return _bind_each(bind, tuple(sorted(params.items())), tuple(dims), tuple(operands))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _bind_each(bind: Callable[..., Any], params: Any, dims: Any, operands: Any) -> Any:
-    return map_batch(partial(bind, **dict(params)), operands, dims)

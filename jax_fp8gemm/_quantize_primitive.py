@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm import _checks, _ffi, _quantize_config
+from jax_fp8gemm._batch import map_batch
 from jax_fp8gemm._partition_rule import PartitionRule
-from jax_fp8gemm._primitive import define_primitive, map_batch
+from jax_fp8gemm._primitive import define_primitive
 from jax_fp8gemm._rounding import block_types, quantize_blocks
 
 _BLOCK = _checks.SCALE_BLOCK

@@ -23,12 +23,9 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm import _checks, _groups
 from jax_fp8gemm._devices import naming_devices
 from jax_fp8gemm._explicit import check_out_sharding, reshard
-from jax_fp8gemm._grouped_gemm import grouped_gemm
-from jax_fp8gemm._grouped_wgrad import grouped_wgrad
 from jax_fp8gemm._matmul_spec import (
     MatmulSpec,
     check_precision,
-    kernel_dtype,
     make_spec,
     name_residual,
     out_spec_of,
@@ -42,6 +39,7 @@ from jax_fp8gemm._ragged_xla import xla_ragged_contraction, xla_ragged_dot
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._weights import both_ways, check_weights, transposed, without_gradient
 
 if TYPE_CHECKING:
@@ -227,34 +225,6 @@ def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-
-
-def gemm_as(
-    spec: MatmulSpec,
-    dtype: Any,
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    sizes: jax.Array,
-    first_row: jax.Array,
-    out_spec: PartitionSpec | None = None,
-) -> jax.Array:
-    """grouped_gemm with a result of any float dtype: f16 by way of f32."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
-    how |= dict(out_spec=out_spec)
-    return grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), **how).astype(dtype)
-
-
-def wgrad_as(
-    spec: MatmulSpec,
-    dtype: Any,
-    lhs: Any,
-    rhs: Any,
-    sizes: jax.Array,
-    out_spec: PartitionSpec | None = None,
-) -> jax.Array:
-    """grouped_wgrad with a result of any float dtype: f16 by way of f32."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, out_spec=out_spec)
-    return grouped_wgrad(lhs, rhs, sizes, kernel_dtype(dtype), **how).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row, out_spec) -> jax.Array:

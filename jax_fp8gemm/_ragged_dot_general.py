@@ -36,11 +36,12 @@ from jax_fp8gemm._matmul_spec import (
 from jax_fp8gemm._mesh_axes import match_varying, replicate, settle
 from jax_fp8gemm._quantize import Implementation
 from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
-from jax_fp8gemm._ragged_dot import check_operands, gemm_as, ragged_dot, wgrad_as
+from jax_fp8gemm._ragged_dot import check_operands, ragged_dot
 from jax_fp8gemm._ragged_xla import xla_ragged_contraction
 from jax_fp8gemm._recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._reverse_mode import reverse_mode
 from jax_fp8gemm._scaled_array import check_unquantised
+from jax_fp8gemm._scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._weights import both_ways
 
 if TYPE_CHECKING:

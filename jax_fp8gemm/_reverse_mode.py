@@ -73,3 +73,20 @@ _tangent = _identity("fp8gemm_reverse_mode_tangent")
 _tangent.def_impl(_raise_forward)
 mlir.register_lowering(_tangent, _raise_forward)
 ad.deflinear2(_tangent, lambda cotangent, x, *, op: [cotangent])
+
+
+def undifferentiable(x: jax.Array, message: str) -> jax.Array:
+    """`x`; raises TypeError(message) where it is differentiated."""
+    return _undifferentiable_p.bind(x, message=message)
+
+
+def _raise_undifferentiable(primals, tangents, *, message):
+    raise TypeError(message)
+
+
+_undifferentiable_p = Primitive("undifferentiable")
+_undifferentiable_p.def_abstract_eval(lambda x, *, message: x)
+_undifferentiable_p.def_impl(lambda x, *, message: x)
+mlir.register_lowering(_undifferentiable_p, lambda ctx, x, *, message: [x])
+batching.defvectorized(_undifferentiable_p)
+ad.primitive_jvps[_undifferentiable_p] = _raise_undifferentiable

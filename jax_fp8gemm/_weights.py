@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jax_fp8gemm import _checks
 from jax_fp8gemm._matmul_spec import MatmulSpec, quantize_args
-from jax_fp8gemm._primitive import undifferentiable
 from jax_fp8gemm._quantize import quantize, quantize_transposed
+from jax_fp8gemm._reverse_mode import undifferentiable
 from jax_fp8gemm._scaled_array import ScaledArray, check_scaled_array
 
 
