@@ -26,6 +26,10 @@ void RunTensorMaps(uint64_t seed, long num_maps);
 // is a sentence, and the next call succeeds.
 void RunFaults(const std::vector<Case>& cases);
 
+// The same where the driver is opened, which happens once in a process: its nth call fails. Prints
+// the function that failed.
+void RunOpening(const std::vector<Case>& cases, long nth);
+
 // Threads share one cache, each on a device of its own.
 void RunThreads(uint64_t seed, int num_threads, long num_calls, const ConfigLists& lists,
                 const std::string& cache_dir);

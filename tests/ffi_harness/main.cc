@@ -3,7 +3,7 @@
 //   cases=FILE      named calls (likewise)
 //   sources=FOLDER  what kernels include: gemm.cuh and quantize.cuh, of any content
 //   seed=N calls=N threads=N cache=FOLDER
-// Commands: random, configs, tensor_maps, faults, threads, record, handlers.
+// Commands: random, configs, tensor_maps, faults, opening, threads, record, handlers.
 
 #include <cstdio>
 #include <cstdlib>
@@ -48,6 +48,8 @@ int Run(const std::string& command, Arguments& arguments) {
     RunTensorMaps(seed, calls);
   } else if (command == "faults") {
     RunFaults(cases());
+  } else if (command == "opening") {
+    RunOpening(cases(), calls);
   } else if (command == "threads") {
     RunThreads(seed, arguments.Number("threads"), calls, lists(), cache);
   } else if (command == "record") {

@@ -60,7 +60,8 @@ void MutateList(Random& random, std::vector<Buffer>& buffers) {
   if (!buffers.empty() && random.Chance(0.5)) {
     buffers.pop_back();
   } else {
-    buffers.push_back({"surplus", AnyType(random), {1}, 0x7e0000000000});
+    // Of a shape that fits nowhere, so that it cannot stand for what another mutation took away.
+    buffers.push_back({"surplus", AnyType(random), {7, 7, 7}, 0x7e0000000000});
   }
 }
 
