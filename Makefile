@@ -3,6 +3,7 @@
 #   make tsan             its threads under ThreadSanitizer
 #   make coverage         lines of ffi/*.cc that CPU tests execute
 #   make golden-launches  writes the launches that tests compare with
+# make conformance: other projects' tests on our products, in a virtual environment of its own.
 #
 #   PYTHON   interpreter of the virtual environment, 3.11 or newer
 #   VENV     its folder
@@ -10,6 +11,7 @@
 #   OFFLINE  1: download nothing; use the packages that PYTHON has
 #   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
 #   FUZZ, SEED   how many times the random calls of CI fuzz-ffi makes, and its seed
+#   JAX_SOURCE, CONFORMANCE_FLAGS  a checkout with JAX's tests; arguments of tests/conformance/run.py
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +21,9 @@ PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
 FUZZ ?= 20
 SEED ?= $(shell date +%s)
+JAX_SOURCE ?=
+CONFORMANCE_FLAGS ?=
+CONFORMANCE_VENV = .venv-conformance
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 # Python compiles what it imports: not all that JAX brings along.
@@ -32,7 +37,7 @@ HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test lint fuzz-ffi tsan coverage golden-launches clean
+.PHONY: demo test gpu-test lint fuzz-ffi tsan coverage golden-launches conformance clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -63,8 +68,12 @@ coverage: $(VENV)/installed
 golden-launches: $(VENV)/installed
 	PYTHONPATH=tests:$(HARNESS) $(VENV)/bin/python $(HARNESS)/golden.py
 
+conformance: $(CONFORMANCE_VENV)/installed-conformance
+	JAX_SOURCE="$(JAX_SOURCE)" $(CONFORMANCE_VENV)/bin/python tests/conformance/run.py \
+	  $(CONFORMANCE_FLAGS)
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(CONFORMANCE_VENV) build
 
 # An editable install: Python and kernel sources are used from the checkout, C++ is rebuilt when
 # it changes.
@@ -84,4 +93,11 @@ $(VENV)/installed-lint: $(VENV)/installed
 ifeq ($(OFFLINE),)
 	$(INSTALL) -e '.[lint]' --no-build-isolation
 endif
+	touch $@
+
+# The versions that limits.toml was written for.
+$(CONFORMANCE_VENV)/installed-conformance:
+	$(MAKE) VENV=$(CONFORMANCE_VENV) JAX='jax==0.11.1 jaxlib==0.11.1' $(CONFORMANCE_VENV)/installed
+	$(CONFORMANCE_VENV)/bin/python -m pip install -q --no-compile --no-build-isolation \
+	  -e '.[conformance]'
 	touch $@
