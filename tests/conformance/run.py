@@ -26,8 +26,6 @@ import report  # noqa: E402
 import xla_options  # noqa: E402
 from suites import SUITES, Suite  # noqa: E402
 
-# Of the combinations of shapes and dtypes that a test of JAX describes, it draws so many.
-NUM_CASES_OF_A_TEST = "60"
 SECONDS_OF_A_SUITE = 3600
 
 
@@ -93,7 +91,7 @@ def run_suite(name: str, folder: Path, results: Path, without_ours: bool) -> Non
     env = os.environ | {
         "PYTHONPATH": str(HERE),
         "XLA_FLAGS": " ".join([*flags, os.environ.get("XLA_FLAGS", "")]),
-        "JAX_NUM_GENERATED_CASES": NUM_CASES_OF_A_TEST,
+        "JAX_NUM_GENERATED_CASES": str(SUITES[name].num_combinations),
         "JAX_PLATFORMS": "cpu",
     }
     with open(results.with_suffix(".log"), "w") as log:

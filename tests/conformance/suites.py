@@ -19,7 +19,9 @@ class Suite:
       contains: regular expression that the source text of a test must match, too.
       modules: of the project itself, in which ours are put in place: where tests call layers.
       takes_integers: products of integers go through f32. In suites that are not about dtypes.
-      largest: of the exact integers. 1 where products are multiplied again.
+      largest: of the exact integers. 1 where products are multiplied again; 7 where a test has the
+        result for its own data, which are such integers, as numbers.
+      num_combinations: of shapes and dtypes that JAX draws from those that a test describes.
       is_exact: generators draw what FP8 holds exactly. Else the test has a tolerance of TOLERANCES.
     """
 
@@ -31,6 +33,7 @@ class Suite:
     takes_integers: bool = False
     is_exact: bool = True
     largest: int = 4
+    num_combinations: int = 60
 
 
 LINEN = ("flax.linen.linear", "flax.linen.attention")
@@ -44,8 +47,17 @@ SUITES = {
     ),
     "jax-einsum": Suite("jax", ["lax_numpy_einsum_test.py"], largest=1),
     "jax-vmap": Suite("jax", ["lax_vmap_test.py", "batching_test.py"], tests="Dot"),
-    "jax-sharding": Suite("jax", ["pjit_test.py"], contains=PRODUCTS, takes_integers=True),
-    "jax-shard-map": Suite("jax", ["shard_map_test.py"], contains=PRODUCTS, takes_integers=True),
+    "jax-sharding": Suite(
+        "jax", ["pjit_test.py"], contains=PRODUCTS, takes_integers=True, largest=7
+    ),
+    "jax-shard-map": Suite(
+        "jax",
+        ["shard_map_test.py"],
+        contains=PRODUCTS,
+        takes_integers=True,
+        largest=7,
+        num_combinations=8,  # half a minute each
+    ),
     "flax-linen": Suite(
         "flax", ["linen/linen_linear_test.py", "linen/linen_attention_test.py"], modules=LINEN
     ),
