@@ -59,6 +59,29 @@ def _exact_factory(factory):
     return made
 
 
+def draw_float_dtypes() -> None:
+    """JAX's test_util.sample_product draws from the combinations of our dtypes alone."""
+    from jax._src import test_util as jtu
+
+    sample = jtu.sample_product
+    # Also preferred_element_type's values, and those of lhs_dtype; not tuples of dtypes.
+    is_ours = lambda name, value: not name.endswith(("dtype", "_type")) or _is_float(value)
+
+    def sample_floats(*groups, **axes):
+        # Dicts of what goes together, and values of one parameter. All where none is ours.
+        of_floats = lambda group: [x for x in group if all(is_ours(*item) for item in x.items())]
+        groups = [of_floats(group) or group for group in map(list, groups)]
+        axes = {name: list(values) for name, values in axes.items()}
+        axes = {n: [x for x in values if is_ours(n, x)] or values for n, values in axes.items()}
+        return sample(*groups, **axes)
+
+    jtu.sample_product = sample_floats
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is None or dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
 class ExactGenerator:
     """A NumPy generator whose floating values are exact."""
 

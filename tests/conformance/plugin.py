@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     exact.largest = suite.largest
     if suite.is_exact:
         exact.make_generators_exact()
+    exact.draw_float_dtypes()
     if config.getoption("without_ours"):
         return
     substitute.substitute_operator()

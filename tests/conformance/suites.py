@@ -40,7 +40,7 @@ LINEN = ("flax.linen.linear", "flax.linen.attention")
 NNX = ("flax.nnx.nn.linear", "flax.nnx.nn.attention")
 
 SUITES = {
-    "jax-dot": Suite("jax", ["lax_test.py"], tests="[dD]ot(?!.*[rR]agged)|dot_general_batch"),
+    "jax-dot": Suite("jax", ["lax_test.py"], tests="^(?!test_ragged).*[dD]ot"),
     "jax-ragged": Suite("jax", ["lax_test.py"], tests="^test_ragged_dot"),
     "jax-numpy": Suite(
         "jax", ["lax_numpy_test.py"], tests="Dot|Matmul|Tensordot", contains=r"jnp\.(dot|matmul|t)"
