@@ -16,7 +16,7 @@ from jax_fp8gemm._tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConf
 from jax_fp8gemm._tile_cost import grouped_time_us, time_us
 
 # (m, n, k, is_1d1d) -> config, measured on an H200 with 132 multiprocessors where the model's
-# choice was slower: docs/experiments.md.
+# choice was slower: docs/experiments/gemm-memory.md.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
     (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),

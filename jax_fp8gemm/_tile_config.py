@@ -84,7 +84,8 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(128, 256, 128, 2, 1, 3, 4),
     TileConfig(192, 128, 128, 3, 1, 4, 2),
 )
-# Slower on most shapes (docs/experiments.md), so no product gets them: tests and bench run them.
+# Slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them: tests and bench
+# run them.
 CLUSTER_CONFIGS = (
     TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),

@@ -1,4 +1,4 @@
-"""Predicted time of a product with a TileConfig, fitted to an H200 (docs/experiments.md):
+"""Predicted time of a product with a TileConfig, fitted to an H200 (docs/experiments/README.md):
 
     time = waves * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 

@@ -3,7 +3,8 @@
 // multiple of 8. The bits are the same.
 //
 // A whole tile takes a seventh longer so: a thread then has 32 columns instead of two rows, and
-// reads the scale of each. In a short one fewer products are worth it (docs/experiments.md).
+// reads the scale of each. In a short one fewer products are worth it
+// (docs/experiments/grouped-short-tiles.md).
 #pragma once
 
 #include "batches.cuh"
