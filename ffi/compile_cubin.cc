@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "errors.h"
-#include "nvrtc_turn.h"
+#include "nvrtc_use.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -58,8 +58,8 @@ const std::vector<std::string>& NvrtcOptions() {
 
 ffi::ErrorOr<Cubin> CompileCubin(const Nvrtc& nvrtc, const KernelSource& source,
                                  const Headers& headers) {
-  const NvrtcTurn turn;
-  if (!turn.is_granted()) {
+  const NvrtcUse use;
+  if (!use.is_granted()) {
     return FailedPrecondition("kernel ", source.name, " cannot be compiled: the process ends");
   }
   const auto start = std::chrono::steady_clock::now();

@@ -15,7 +15,7 @@
 #include "grouped_gemm.h"
 #include "grouped_wgrad.h"
 #include "jit.h"
-#include "nvrtc_turn.h"
+#include "nvrtc_use.h"
 #include "python.h"
 #include "quantize.h"
 #include "quantize_config.h"
@@ -146,7 +146,7 @@ NB_MODULE(_ext, module) {
   // Before anything of the interpreter is taken down: NVRTC may be at work in a daemon thread.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     nb::gil_scoped_release release;
-    EndNvrtcTurns();
+    EndNvrtcUses();
   }));
   module.def(
       "configure",

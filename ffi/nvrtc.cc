@@ -6,12 +6,13 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <mutex>
 #include <system_error>
 #include <type_traits>
 #include <utility>
 
 #include "errors.h"
-#include "nvrtc_turn.h"
+#include "nvrtc_use.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -98,6 +99,7 @@ struct Opened {
 };
 
 std::atomic<const Opened*> all_opened{nullptr};
+std::mutex opening;  // taken by holders of an NvrtcUse alone, so by none at a fork
 
 const Nvrtc* FindOpened(const std::vector<std::string>& candidates) {
   for (const Opened* opened = all_opened; opened != nullptr; opened = opened->next) {
@@ -110,8 +112,9 @@ const Nvrtc* FindOpened(const std::vector<std::string>& candidates) {
 
 ffi::ErrorOr<const Nvrtc*> OpenNvrtc(const std::vector<std::string>& candidates) {
   if (const Nvrtc* nvrtc = FindOpened(candidates)) return nvrtc;
-  const NvrtcTurn turn;
-  if (!turn.is_granted()) return FailedPrecondition("NVRTC cannot be opened: the process ends");
+  const NvrtcUse use;
+  if (!use.is_granted()) return FailedPrecondition("NVRTC cannot be opened: the process ends");
+  std::lock_guard<std::mutex> lock(opening);
   if (const Nvrtc* nvrtc = FindOpened(candidates)) return nvrtc;  // by the thread before
   std::string faults;
   for (const std::string& candidate : candidates) {
