@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fp8gemm import _checks
 from jax_fp8gemm._partition_rule import (
     PartitionRule,
     axes_of,
@@ -49,7 +50,8 @@ def check_out_sharding(op: str, out_sharding: Any, operands: Sequence[Any]) -> N
         return
     if not isinstance(out_sharding, NamedSharding | PartitionSpec):
         raise TypeError(
-            f"{op}: out_sharding must be a PartitionSpec or a NamedSharding; got {out_sharding!r}"
+            f"{op}: out_sharding must be a PartitionSpec or a NamedSharding; "
+            f"got {_checks.short_repr(out_sharding)}"
         )
     context = jax.sharding.get_abstract_mesh()
     is_spec = isinstance(out_sharding, PartitionSpec)
