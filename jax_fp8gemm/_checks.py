@@ -6,6 +6,7 @@ Every message reads `<op>: <what must hold>; got <actual>. <what to do>`, with J
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
     def match(x: Any, other: Any) -> Any:
         is_integer = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+        is_integer = is_integer and jnp.dtype(x.dtype).isnative
         is_float = any(other.dtype == dtype for dtype in FLOAT_DTYPES)
         return jnp.asarray(x).astype(other.dtype) if is_integer and is_float else x
 
@@ -201,6 +203,14 @@ def check_bool(op: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{op}: {name} must be True or False; got {short_repr(value)}")
+
+
+def as_index(x: Any) -> int | None:
+    """`x` as an int; None where it is none."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 def check_block(op: str, block: Any, *, name: str = "block") -> None:

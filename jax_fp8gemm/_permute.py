@@ -8,7 +8,6 @@ threads finish, as a scatter-add's does.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -56,11 +55,9 @@ def permute(
             f"got indices {_checks.short_type(indices)}, x {_checks.short_type(x)}"
         )
     _checks.check_static(op, num_experts=num_experts)
-    if not hasattr(num_experts, "__index__") or num_experts < 1:
-        raise ValueError(
-            f"{op}: num_experts must be at least 1; got {_checks.short_repr(num_experts)}"
-        )
-    num_experts = operator.index(num_experts)
+    given, num_experts = num_experts, _checks.as_index(num_experts)
+    if num_experts is None or num_experts < 1:
+        raise ValueError(f"{op}: num_experts must be at least 1; got {_checks.short_repr(given)}")
     _checks.check_count(op, "num_experts", num_experts, indices)
     _checks.check_count(op, "m * top_k", indices.size, indices)
     x, indices = _prepare(op, x, as_int32(indices, lowest=-1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -66,12 +65,14 @@ def route(
 
 def as_top_k(op: str, top_k: Any, logits: Any) -> int:
     """`top_k` as an int; ValueError unless it is 1..num_experts, of logits (m, num_experts)."""
-    if not hasattr(top_k, "__index__") or top_k not in range(1, logits.shape[1] + 1):
+    number = _checks.as_index(top_k)
+    if number is None or number not in range(1, logits.shape[1] + 1):
         raise ValueError(
-            f"{op}: top_k must be 1..num_experts; got {top_k}, logits {_checks.short_type(logits)}"
+            f"{op}: top_k must be 1..num_experts; got {_checks.short_repr(top_k)}, "
+            f"logits {_checks.short_type(logits)}"
         )
     _checks.check_count(op, "num_experts", logits.shape[1], logits)
-    return operator.index(top_k)
+    return number
 
 
 def check_scoring(op: str, scoring: Any) -> None:
