@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
+# make demo | test | gpu-test | fuzz | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
 #   make fuzz-ffi         random calls for longer, on a fake driver (FUZZ, SEED)
 #   make tsan             its threads under ThreadSanitizer
 #   make coverage         lines of ffi/*.cc that CPU tests execute
@@ -37,7 +37,7 @@ HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test lint fuzz-ffi tsan coverage golden-launches conformance clean
+.PHONY: demo test gpu-test fuzz lint fuzz-ffi tsan coverage golden-launches conformance clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -47,6 +47,10 @@ test: demo
 
 gpu-test: $(VENV)/installed
 	$(VENV)/bin/python -P -m pytest -m gpu $(PYTEST_FLAGS)
+
+# Random calls and products: FUZZ_SECONDS and the like, in tests/fuzz/run.py.
+fuzz: $(VENV)/installed
+	PYTHONPATH=tests $(VENV)/bin/python -P -m fuzz.run
 
 lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check .
