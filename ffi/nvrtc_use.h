@@ -1,6 +1,6 @@
 // No compilation is cut in two by a fork or by the end of the process.
 //
-// While NVRTC compiles, a fork would leave its locks taken in the child for ever, and the destructors
+// While NVRTC compiles, a fork would leave its locks taken in the child for ever. The destructors
 // that run when a process ends would destroy its data under it.
 
 #ifndef JAX_FP8GEMM_NVRTC_USE_H_

@@ -55,13 +55,15 @@ def permute(
             f"got indices {_checks.short_type(indices)}, x {_checks.short_type(x)}"
         )
     _checks.check_static(op, num_experts=num_experts)
-    given, num_experts = num_experts, _checks.as_index(num_experts)
-    if num_experts is None or num_experts < 1:
-        raise ValueError(f"{op}: num_experts must be at least 1; got {_checks.short_repr(given)}")
-    _checks.check_count(op, "num_experts", num_experts, indices)
+    count = _checks.as_index(num_experts)
+    if count is None or count < 1:
+        raise ValueError(
+            f"{op}: num_experts must be at least 1; got {_checks.short_repr(num_experts)}"
+        )
+    _checks.check_count(op, "num_experts", count, indices)
     _checks.check_count(op, "m * top_k", indices.size, indices)
     x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
-    group_sizes, choice, order = sort_choices(indices, num_experts)
+    group_sizes, choice, order = sort_choices(indices, count)
     rows = reverse_mode(op, _copy_rows, x, choice, order)
     return rows, group_sizes, order
 
