@@ -126,3 +126,11 @@ def test_devices_of_tracers_are_left_out():
 def test_a_program_may_hold_constants_of_other_devices():
     far, near = on_second_device(X.T), jax.device_put(X, jax.devices()[0])
     np.testing.assert_array_equal(jax.jit(lambda: fp8.matmul(near, far))(), fp8.matmul(X, X.T))
+
+
+@pytest.mark.parametrize("number", [jnp.ones(3), np.ones((2, 2)), "2", 1.0, None], ids=str)
+def test_no_number_of_experts(number):
+    with raises(ValueError, match="^permute: num_experts must be at least 1; got "):
+        moe.permute(X, CHOICES, number)
+    with raises(ValueError, match="^route: top_k must be 1..num_experts; got "):
+        moe.route(X, number)
