@@ -43,7 +43,7 @@ def without_each():
     """What the package does without each private name."""
     names = [name for name, mesh in GONE.items() if mesh]
     command = [sys.executable, "-P", str(TESTS / "drift_program.py"), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 

@@ -1,4 +1,4 @@
-"""Random calls of every public op, legal or not, that are traced but not compiled.
+"""Random calls of every public op, legal or not. Most are traced and not compiled, few run.
 
 A call is right as it is made, and then most are changed: an argument becomes something else, or
 an array gets another extent, rank or dtype. What is still legal returns; anything else has to end
@@ -20,6 +20,8 @@ from jax_fp8gemm import moe
 
 ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 OPS = tuple(legal.CALLS)
+# Each of these compiles programs of its own, for seconds.
+_EAGER = 0.002
 # What may speak for an op: primitives that derivatives and batches run, and the two classes.
 _SPEAKERS = (*OPS, "gemm", "grouped_gemm", "grouped_wgrad", "gather_quantize", "swiglu_quantize")
 _SENTENCE = re.compile(rf"({'|'.join(_SPEAKERS)}|ScaledArray[.\w]*|Recipe): \S[^\n]*\Z", re.ASCII)
@@ -70,6 +72,8 @@ def random_call(rng: np.random.Generator) -> Call:
         for _ in range(rng.integers(1, 4)):
             _change(rng, call)
     call.mode = str(rng.choice(["trace", "trace", "jit", "grad", "vmap", "jvp"]))
+    if rng.random() < _EAGER:
+        call.mode = "eager"
     return call
 
 
@@ -83,7 +87,11 @@ def fault(call: Call) -> str | None:
             return None
         if not _SENTENCE.match(message):
             return f"unclear {type(error).__name__}: {message[:400]}"
-        return f"legal, but {message[:400]}" if call.is_legal and call.mode == "trace" else None
+        return (
+            f"legal, but {message[:400]}"
+            if call.is_legal and call.mode in ("trace", "eager")
+            else None
+        )
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:400]}"
     return None
@@ -110,6 +118,10 @@ def _run(call: Call) -> None:
         return sum((x.astype(jnp.float32).sum() for x in floats), start=jnp.float32(0))
 
     floats = [i for i, x in enumerate(structs) if any(x.dtype == f for f in pools.FLOATS)]
+    if call.mode == "eager":
+        if all(x.size < 10**6 for x in structs):
+            run(*(jnp.zeros(x.shape, x.dtype) for x in structs))
+        return
     transformed = run
     if call.mode == "jit":
         transformed = jax.jit(run)
