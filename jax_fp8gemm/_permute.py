@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
+# Choices of one token: a program adds them up one after another.
+MAX_TOP_K = 1024
+
+
 @naming_devices
 @jax.named_scope("fp8gemm_permute")
 def permute(
@@ -61,7 +65,7 @@ def permute(
             f"{op}: num_experts must be at least 1; got {_checks.short_repr(num_experts)}"
         )
     _checks.check_count(op, "num_experts", count, indices)
-    _checks.check_count(op, "m * top_k", indices.size, indices)
+    _check_choices(op, indices)
     x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
     group_sizes, choice, order = sort_choices(indices, count)
     rows = reverse_mode(op, _copy_rows, x, choice, order)
@@ -113,7 +117,7 @@ def unpermute(
     Returns:
       (m, d) array. Differentiable in rows and weights.
     Raises:
-      TypeError: a dtype. ValueError: shapes.
+      TypeError: a dtype. ValueError: shapes, or a top_k above 1024.
     """
     op = "unpermute"
     rows, order, weights = map(_checks.as_array, (rows, order, weights))
@@ -129,8 +133,22 @@ def unpermute(
             f"got order {_checks.short_type(order)}, weights {_checks.short_type(weights)}, "
             f"rows {_checks.short_type(rows)}"
         )
-    _checks.check_count(op, "m * top_k", order.size, order)
+    _check_choices(op, order)
     return transposable_by_none(op, _add_weighted(*_prepare(op, rows, order, weights)))
+
+
+def _check_choices(op: str, choices: Any) -> None:
+    """ValueError unless int32 can number choices (m, top_k), and a token has not too many."""
+    _checks.check_count(op, "m * top_k", choices.size, choices)
+    check_top_k(op, choices.shape[1], choices)
+
+
+def check_top_k(op: str, top_k: int, x: Any) -> None:
+    """ValueError if `top_k` is above MAX_TOP_K; `x` is named in it."""
+    if top_k > MAX_TOP_K:
+        raise ValueError(
+            f"{op}: top_k must be at most {MAX_TOP_K}; got {top_k}, {_checks.short_type(x)}"
+        )
 
 
 def _prepare(op: str, *operands: Any) -> tuple[jax.Array, ...]:

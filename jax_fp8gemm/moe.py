@@ -32,6 +32,7 @@ from jax_fp8gemm._mesh_axes import replicate, settle
 from jax_fp8gemm._moe_layer import local_layer
 from jax_fp8gemm._moe_mlp import check_experts
 from jax_fp8gemm._moe_mlp import moe_mlp as moe_mlp
+from jax_fp8gemm._permute import check_top_k
 from jax_fp8gemm._permute import permute as permute
 from jax_fp8gemm._permute import unpermute as unpermute
 from jax_fp8gemm._quantize import Implementation
@@ -106,6 +107,7 @@ def moe_layer(
     check_experts(op, tokens, w_gate_up, w_down)
     router = _fold_router(op, router, x, top_k)
     top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
+    check_top_k(op, top_k, x)
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
     _checks.check_count(op, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)

@@ -59,7 +59,6 @@ def cases(m):
     yield "moe_mlp", moe.moe_mlp, struct(rows, 8), *EXPERTS, int32(2)
     permute = partial(moe.permute, num_experts=2)
     yield "permute", permute, struct(m, 8), int32(m, 1)
-    yield "permute", permute, struct(1, 8), int32(1, m)
     yield "permute", partial(moe.permute, num_experts=m), struct(4, 8), int32(4, 2)
     yield "unpermute", moe.unpermute, struct(m, 8), int32(m, 1), struct(m, 1)
     yield "route", partial(moe.route, top_k=2), struct(4, m)
@@ -82,6 +81,19 @@ def test_extents_that_int32_cannot_number(i, x64):
 def test_the_largest_extents_are_taken(i):
     _, function, *args = list(cases(LIMIT - 1))[i]
     jax.jit(function).trace(*args).lower(lowering_platforms=("cpu",))
+
+
+@pytest.mark.parametrize("m, top_k", [(0, LIMIT), (1, 1025)])
+def test_choices_of_a_token_that_a_program_cannot_add_up(m, top_k):
+    x, choices, weights = struct(m, 8), int32(m, top_k), struct(m, top_k)
+    calls = {
+        "permute": (partial(moe.permute, num_experts=2), x, choices),
+        "unpermute": (moe.unpermute, struct(m * top_k, 8), choices, weights),
+        "moe_layer": (moe.moe_layer, x, (choices, weights), *EXPERTS),
+    }
+    for op, (function, *args) in calls.items():
+        with raises(ValueError, match=rf"^{op}: top_k must be at most 1024; got {top_k}, "):
+            jax.eval_shape(function, *args)
 
 
 def test_experts_past_any_integer():
