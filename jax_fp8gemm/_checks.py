@@ -97,7 +97,7 @@ def as_array(x: Any) -> Any:
 
 
 def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """The operands of a product, of which one holds floats: integers in the dtype of the other."""
+    """Returns the operands of a product; integers beside floats are cast to the floats' dtype."""
     if not all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs)):
         return lhs, rhs
 

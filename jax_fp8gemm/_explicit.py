@@ -25,6 +25,7 @@ from jax_fp8gemm._partition_rule import (
     axes_of,
     choose_axes,
     extents_of,
+    padded,
     padded_spec,
     spec_of_axes,
 )
@@ -104,7 +105,7 @@ def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     if spec is None:
         return x
     is_sum = spec.unreduced or spec.reduced
-    if not is_sum and padded_spec(jax.typeof(x)) == _padded(spec, x.ndim):
+    if not is_sum and padded_spec(jax.typeof(x)) == padded(spec, x.ndim):
         return x
     return jax.sharding.reshard(x, NamedSharding(explicit_mesh([x]), spec))
 
@@ -129,7 +130,7 @@ def reshaped_spec(
     Dimensions that become one keep the axes of the first, and of the next where the first is cut
     into single elements. A dimension that becomes several hands its axes to them in that order.
     """
-    entries = _padded(spec, len(shape))
+    entries = padded(spec, len(shape))
     new_entries: list[tuple[str, ...]] = [()] * len(new_shape)
     if 0 in shape:
         return PartitionSpec(*(None,) * len(new_shape))
@@ -170,8 +171,3 @@ def _matching_dims(shape: Sequence[int], new_shape: Sequence[int]) -> Iterator[t
 
 def _num_parts(axes: Sequence[str], mesh_shape: Any) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
-
-
-def _padded(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    entries = [axes_of(entry) for entry in spec.partitions]
-    return entries + [()] * (ndim - len(entries))

@@ -140,8 +140,13 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 def padded_spec(x: Any) -> list[tuple[str, ...]]:
     """The mesh axes of each dimension."""
-    spec = [axes_of(entry) for entry in x.sharding.spec.partitions]
-    return spec + [()] * (len(x.shape) - len(spec))
+    return padded(x.sharding.spec, len(x.shape))
+
+
+def padded(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The mesh axes that `spec` gives each of `ndim` dimensions."""
+    entries = [axes_of(entry) for entry in spec.partitions]
+    return entries + [()] * (ndim - len(entries))
 
 
 def spec_of_axes(dims: str, axes: Axes) -> PartitionSpec:
