@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,14 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # bench has a parser of its own, and modules that the other commands need not import.
     if arguments[:1] == ["bench"]:
-        try:
-            from jax_fp8gemm import bench
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("jax_fp8gemm"):
-                raise
-            print(f"bench needs {error.name}: pip install 'jax_fp8gemm[bench]'")
-            return 1
-        return bench.main(arguments[1:])
+        return _bench(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has, and why the CUDA kernels are off")
@@ -46,6 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.jobs < 1:
         precompile.error(f"--jobs must be at least 1; got {options.jobs}")
     return _precompile(options.all_formats, options.clusters, options.jobs)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """Runs the checkout's benchmarks/, which is no part of the wheel."""
+    checkout = pathlib.Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "__init__.py").is_file():
+        print(
+            "bench is in the folder benchmarks/ of a checkout of jax_fp8gemm: install the package "
+            "from one with pip install -e '.[bench]'"
+        )
+        return 1
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    try:
+        import benchmarks
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("jax_fp8gemm", "benchmarks")):
+            raise
+        print(f"bench needs {error.name}: pip install -e '.[bench]'")
+        return 1
+    return benchmarks.main(arguments)
 
 
 def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:

@@ -4,7 +4,9 @@ marker, checked annotations."""
 import atexit
 import gc
 import os
+import pathlib
 import shutil
+import sys
 import tempfile
 
 import xla_options
@@ -30,6 +32,9 @@ import importlib.util
 import jax
 import pytest
 
+# For `benchmarks`. At the end: an installed jax_fp8gemm comes before the checkout's.
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # No lines of Python in the programs: what writes them down is a part of each compilation.
@@ -41,7 +46,7 @@ gc.set_threshold(20_000, 50, 50)
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     from jaxtyping import install_import_hook
 
-    install_import_hook("jax_fp8gemm", "beartype.beartype")
+    install_import_hook(["jax_fp8gemm", "benchmarks"], "beartype.beartype")
 
 
 def _gpu_fault() -> str | None:

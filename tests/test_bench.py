@@ -11,23 +11,16 @@ import numpy as np
 import pytest
 from fake_clock import DEVICE, fake_time
 
-from jax_fp8gemm import _ffi, _tile_config, bench
-from jax_fp8gemm.bench import (
-    _case,
-    _cli,
-    _cupti,
-    _families,
-    _host,
-    _mlp,
-    _problem,
-    _reference,
-    _report,
-    _run,
-    _tiles,
-    _timer,
-)
-from jax_fp8gemm.bench._cupti import Activity
-from jax_fp8gemm.bench._problem import Shape
+import benchmarks
+from benchmarks import cli, problem, report, run
+from benchmarks.case import tile_text
+from benchmarks.families import host, mlp, products
+from benchmarks.problem import Shape
+from benchmarks.reference import Reference, load_reference, summarise
+from benchmarks.tiles import parse_tile, with_tiles
+from benchmarks.timing import cupti, timer
+from benchmarks.timing.cupti import Activity
+from jax_fp8gemm import _ffi, _tile_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -37,33 +30,33 @@ def activity(name: str, us: float, start_us: float = 0) -> Activity:
 
 
 def test_shapes_parse():
-    assert _problem.parse_shape("4096x7168x2048", "dense") == Shape(4096, 7168, 2048)
-    assert _problem.parse_shape("8192x7168", "quantize") == Shape(8192, None, 7168)
+    assert problem.parse_shape("4096x7168x2048", "dense") == Shape(4096, 7168, 2048)
+    assert problem.parse_shape("8192x7168", "quantize") == Shape(8192, None, 7168)
     assert str(Shape(8192, None, 7168)) == "8192x7168"
 
 
 @pytest.mark.parametrize("text", ["4096x7168", "4096x7168x", "0x128x128", "axbxc", "1x2x3x4"])
 def test_bad_shapes_raise(text):
     with pytest.raises(ValueError, match="--shape must be MxNxK with positive sizes; got"):
-        _problem.parse_shape(text, "dense")
+        problem.parse_shape(text, "dense")
 
 
 def test_default_rows_are_the_reference_rows():
-    reference = _reference.load_reference()
+    reference = load_reference()
     assert reference is not None
     for family, sustained in (("dense", False), ("dense", True), ("wgrad", False)):
         table = reference.tables[family + ("_sustained" if sustained else "")]
-        shapes = _problem.default_shapes(family, sustained=sustained)
+        shapes = problem.default_shapes(family, sustained=sustained)
         assert set(shapes) == {Shape(row["m"], row["n"], row["k"]) for row in table}
-    small = _problem.default_shapes("dense", "small")
-    large = _problem.default_shapes("dense", "large")
-    assert len(small) + len(large) == len(_problem.default_shapes("dense"))
+    small = problem.default_shapes("dense", "small")
+    large = problem.default_shapes("dense", "large")
+    assert len(small) + len(large) == len(problem.default_shapes("dense"))
     assert max(shape.m for shape in small) <= 512 and min(shape.m for shape in large) >= 1024
 
 
 def test_dense_floors():
     # 4096x4096x7168: 2 * 4096 * 7168 values, 2 MB + 7 KB of scales, 32 MB of bf16 results.
-    work = _problem.gemm_work(Shape(4096, 4096, 7168), is_1d1d=False, out_bytes=2, accumulate=False)
+    work = problem.gemm_work(Shape(4096, 4096, 7168), is_1d1d=False, out_bytes=2, accumulate=False)
     assert work.num_bytes == 2 * 4096 * 7168 + 4 * (4096 * 56 + 32 * 56) + 2 * 4096 * 4096
     assert work.hbm_floor_us(4270.0) == pytest.approx(21.82, abs=0.02)
     assert work.tensor_floor_us(132) == pytest.approx(121.54, abs=0.1)  # 1979 TFLOPS
@@ -72,8 +65,8 @@ def test_dense_floors():
 
 def test_wgrad_work_reads_what_it_accumulates_into():
     shape = Shape(256, 128, 512)
-    plain = _problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=False)
-    accumulated = _problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=True)
+    plain = problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=False)
+    accumulated = problem.gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=True)
     assert plain.num_bytes == (256 + 128) * 512 + 4 * (256 + 128) * 4 + 4 * 256 * 128
     assert accumulated.num_bytes - plain.num_bytes == 4 * 256 * 128
 
@@ -91,7 +84,7 @@ def test_wgrad_work_reads_what_it_accumulates_into():
 def test_quantize_bytes(mode, num_bytes):
     (case,) = [
         case
-        for case in _families.cases("quantize", [Shape(256, None, 384)])
+        for case in products.cases("quantize", [Shape(256, None, 384)])
         if case.labels["mode"] == mode
     ]
     assert case.work.num_bytes == num_bytes
@@ -99,17 +92,17 @@ def test_quantize_bytes(mode, num_bytes):
 
 def test_activities_are_split_by_call_and_kernel():
     call = [activity("flush", 200), activity("fp8_gemm_128", 10), activity("copy", 3)]
-    counted, other = _timer.split(call * 2, num_calls=2, num_flush=1, kernel="fp8_gemm")
+    counted, other = timer.split(call * 2, num_calls=2, num_flush=1, kernel="fp8_gemm")
     assert counted == [10, 10] and other == [3, 3]
-    counted, other = _timer.split(call * 2, num_calls=2, num_flush=1, kernel="")
+    counted, other = timer.split(call * 2, num_calls=2, num_flush=1, kernel="")
     assert counted == [13, 13] and other == [0, 0]
 
 
 def test_uneven_or_missing_activities_raise():
     with pytest.raises(ValueError, match="must run the same kernels"):
-        _timer.split([activity("a", 1)] * 3, num_calls=2, num_flush=0, kernel="")
+        timer.split([activity("a", 1)] * 3, num_calls=2, num_flush=0, kernel="")
     with pytest.raises(ValueError, match=r"a kernel named \*fp8_gemm\* must run"):
-        _timer.split([activity("a", 1)] * 2, num_calls=2, num_flush=0, kernel="fp8_gemm")
+        timer.split([activity("a", 1)] * 2, num_calls=2, num_flush=0, kernel="fp8_gemm")
 
 
 def test_cupti_records_are_read_at_their_offsets():
@@ -118,19 +111,19 @@ def test_cupti_records_are_read_at_their_offsets():
     record[:4].view(np.uint32)[:] = 10
     record[16:32].view(np.uint64)[:] = 1000, 3500
     record[104:112].view(np.uint64)[:] = ctypes.addressof(name)
-    assert _cupti.read_record(record.ctypes.data) == Activity("fp8_gemm", 1000, 3500)
+    assert cupti.read_record(record.ctypes.data) == Activity("fp8_gemm", 1000, 3500)
     assert Activity("fp8_gemm", 1000, 3500).us == 2.5
     record[:4].view(np.uint32)[:] = 2
-    assert _cupti.read_record(record.ctypes.data) == Activity("[memset]", 1000, 3500)
+    assert cupti.read_record(record.ctypes.data) == Activity("[memset]", 1000, 3500)
     record[:4].view(np.uint32)[:] = 5  # a driver call
-    assert _cupti.read_record(record.ctypes.data) is None
+    assert cupti.read_record(record.ctypes.data) is None
 
 
 def test_deepgemm_is_estimated_through_the_best_yardstick():
     row = dict(m=16, n=2112, k=7168, deepgemm=12.0, cublaslt_tensorwise=10.0, bf16=15.0)
     only_bf16 = dict(m=1, n=2112, k=7168, deepgemm=14.0, cublaslt_tensorwise=None, bf16=7.0)
     wgrad = dict(m=256, n=256, k=256, deepgemm=100.0)
-    reference = _reference.Reference({"dense": [row, only_bf16], "wgrad": [wgrad]})
+    reference = Reference({"dense": [row, only_bf16], "wgrad": [wgrad]})
     peers = {"cublaslt_tensorwise": 11.0, "torch_bf16": 14.0}
     estimate = reference.deepgemm_us
     assert estimate("dense", Shape(16, 2112, 7168), peers) == pytest.approx(13.2)
@@ -143,7 +136,7 @@ def test_deepgemm_is_estimated_through_the_best_yardstick():
 
 def test_summary_has_means_and_the_worst_row():
     ratios = {Shape(4096, 1, 1): 2.0, Shape(1024, 1, 1): 0.5, Shape(8, 1, 1): 1.5}
-    lines = _reference.summarise(ratios, "peer")
+    lines = summarise(ratios, "peer")
     assert lines[0] == (
         "m >= 1024: 1.000x peer (geometric mean of 2 rows), worst 0.500x at 1024x1x1"
     )
@@ -155,8 +148,8 @@ def test_families_run_and_write_the_schema(family, tmp_path, capsys, monkeypatch
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # absent, also where it is installed
     shape = Shape(128, None if family == "quantize" else 128, 256)
     file = tmp_path / "rows.json"
-    options = _run.Options(family, fake_time(4.0), ("xla", "deepgemm"), [file])
-    rows = _run.run(family, _families.cases(family, [shape]), options, DEVICE)
+    options = run.Options(family, fake_time(4.0), ("xla", "deepgemm"), [file])
+    rows = run.run(family, products.cases(family, [shape]), options, DEVICE)
     document = json.loads(file.read_text())
     assert list(document) == ["device", "date", "commit", "versions", "copy_gbps", "rows"]
     assert document["device"] == "NVIDIA H200" and document["copy_gbps"] == 4270
@@ -172,15 +165,15 @@ def test_families_run_and_write_the_schema(family, tmp_path, capsys, monkeypatch
 
 
 def test_mlp_runs_forward_and_backward():
-    mlp = _mlp.Mlp("tiny", rows=128, hidden=128, inter=256)
-    out, gradients = _mlp.mlp_call(mlp, jnp.matmul).run()
+    tiny = mlp.Mlp("tiny", rows=128, hidden=128, inter=256)
+    out, gradients = mlp.mlp_call(tiny, jnp.matmul).run()
     assert out.shape == (128, 128)
     assert [g.shape for g in gradients] == [(128, 128), (128, 256), (128, 256), (256, 128)]
-    assert mlp.flop == 3 * 3 * 2 * 128 * 128 * 256
+    assert tiny.flop == 3 * 3 * 2 * 128 * 128 * 256
 
 
 def test_table_prints_ratios_over_ours():
-    row = _report.Row(
+    row = report.Row(
         family="dense",
         labels={"m": 64, "n": 128, "k": 256},
         shape=Shape(64, 128, 256),
@@ -193,21 +186,21 @@ def test_table_prints_ratios_over_ours():
         peers={"xla_bf16": 15.0},
         extra={"other_us": 0.0, "timer": "cupti"},
     )
-    table = _report.Table(["m", "n", "k"], ["xla_bf16", "deepgemm"])
+    table = report.Table(["m", "n", "k"], ["xla_bf16", "deepgemm"])
     assert "15.00 (1.50x)" in table.line(row) and " 50%" in table.line(row)
     assert len(table.line(row)) == len(table.header())
     host = dataclasses.replace(row, extra={"other_us": 0.0, "timer": "host"})
-    assert any("no CUPTI" in line for line in _run._footer([host], DEVICE))
+    assert any("no CUPTI" in line for line in run._footer([host], DEVICE))
 
 
 def test_results_go_to_a_folder_of_the_device():
-    path = _report.results_path("benchmarks/results", "NVIDIA H200", "dense")
+    path = report.results_path("benchmarks/results", "NVIDIA H200", "dense")
     assert str(path) == "benchmarks/results/nvidia_h200/dense.json"
 
 
 def test_refuses_where_the_kernels_do_not_run(monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: "needs an sm90a device; got no GPU")
-    assert bench.main(["dense"]) == 1
+    assert benchmarks.main(["dense"]) == 1
     assert "needs an sm90a device; got no GPU. Nothing measured." in capsys.readouterr().out
 
 
@@ -218,25 +211,25 @@ def test_refuses_options_that_would_do_nothing(capsys):
         ["moe", "--sustained"],
     ):
         with pytest.raises(SystemExit):
-            bench.main(arguments)
+            benchmarks.main(arguments)
         assert "has fixed sizes; got --shape or --sustained" in capsys.readouterr().err
     for family in ("wgrad", "ragged-wgrad", "quantize"):
         with pytest.raises(SystemExit):
-            bench.main([family, "--rows", "small"])
+            benchmarks.main([family, "--rows", "small"])
         message = f"--rows must leave {family} a row to measure; got small"
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        bench.main(["dense", "--peers", "cublas"])
+        benchmarks.main(["dense", "--peers", "cublas"])
     assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
 
 
 def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     times = iter([5.0, 10.0])  # ours, XLA's
-    monkeypatch.setattr(_cli, "measure", lambda call, repeat: fake_time(next(times))(call))
+    monkeypatch.setattr(cli, "measure", lambda call, repeat: fake_time(next(times))(call))
     arguments = ["--shape", "1024x128x256", "--peers", "xla_bf16", "--save", str(tmp_path)]
-    assert bench.main(["dense", *arguments]) == 0
+    assert benchmarks.main(["dense", *arguments]) == 0
     (file,) = tmp_path.glob("*/dense.json")
     (row,) = json.loads(file.read_text())["rows"]
     assert row["us"] == 5.0 and row["peers"] == {"xla_bf16": 10.0}
@@ -244,9 +237,9 @@ def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys)
 
 
 def test_host_times_have_a_baseline(monkeypatch):
-    monkeypatch.setattr(_host, "_NUM_ROUNDS", 1)
-    monkeypatch.setattr(_host, "_NUM_CALLS", 1)
-    times = _host.host_times()
+    monkeypatch.setattr(host, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(host, "_NUM_CALLS", 1)
+    times = host.host_times()
     assert list(times)[0] == "x + 1" and "matmul" in times and min(times.values()) > 0
 
 
@@ -254,28 +247,28 @@ def test_host_times_have_a_baseline(monkeypatch):
 def test_cupti_times_jax_kernels():
     x = jnp.ones((1 << 28,), jnp.float32)  # 2 GiB moved: about 0.5 ms on an H200
     increment = jax.jit(lambda x: x + 1)
-    call = _timer.Call(lambda: increment(x), _timer.jax_queue())
-    timing = _timer.measure(call, repeat=5)
+    call = timer.Call(lambda: increment(x), timer.jax_queue())
+    timing = timer.measure(call, repeat=5)
     assert timing.timer == "cupti" and 300 < timing.us < 3000 and timing.other_us == 0
-    sustained = _timer.measure_sustained(call, seconds=0.05)
+    sustained = timer.measure_sustained(call, seconds=0.05)
     assert sustained.timer == "cupti" and 0.5 < sustained.us / timing.us < 2
 
 
 def test_tile_text_is_read_back():
     for config in (*_tile_config.CONFIGS, *_tile_config.CLUSTER_CONFIGS):
-        assert _tiles.parse_tile(_case.tile_text(config)) == config
+        assert parse_tile(tile_text(config)) == config
 
 
 @pytest.mark.parametrize("text", ["128x256", "128x256/128 w2 a1 s3 d4", "x"])
 def test_tile_text_that_cannot_be_read(text, capsys):
     with pytest.raises(SystemExit):
-        bench.main(["dense", "--tile", text])
+        benchmarks.main(["dense", "--tile", text])
     assert f"got '{text}'" in capsys.readouterr().err
 
 
 def test_tiles_are_refused_where_there_are_none(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["quantize", "--tile", "all"])
+        benchmarks.main(["quantize", "--tile", "all"])
     assert (
         "--tile is for dense, wgrad, ragged, masked, ragged-wgrad; got quantize"
         in capsys.readouterr().err
@@ -285,7 +278,7 @@ def test_tiles_are_refused_where_there_are_none(capsys):
 def test_every_case_runs_with_every_tile():
     shapes = [Shape(128, 256, 512), Shape(64, 128, 256)]
     tiles = ["all", "192x128/64 w3 a1 s4 d2 c1x1"]
-    rows = list(_tiles.with_tiles(_families.cases("dense", shapes), tiles))
+    rows = list(with_tiles(products.cases("dense", shapes), tiles))
     num_tiles = len(_tile_config.CONFIGS) + len(_tile_config.CLUSTER_CONFIGS) + 1
     assert len(rows) == len(shapes) * num_tiles
     assert rows[-1].config == tiles[-1]

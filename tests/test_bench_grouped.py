@@ -7,20 +7,15 @@ import numpy as np
 import pytest
 from fake_clock import DEVICE, fake_time
 
-from jax_fp8gemm import _ffi, _tile_config, bench
-from jax_fp8gemm.bench import (
-    _case,
-    _cli,
-    _data,
-    _grouped,
-    _grouped_peers,
-    _grouped_problem,
-    _problem,
-    _reference,
-    _run,
-    _tiles,
-)
-from jax_fp8gemm.bench._problem import GroupedShape, Shape
+import benchmarks
+from benchmarks import cli, data, problem, run
+from benchmarks.case import GEMM_KERNEL, tile_text
+from benchmarks.families import grouped, grouped_problem
+from benchmarks.peers.grouped import padded_groups, wgrad_peers
+from benchmarks.problem import GroupedShape, Shape
+from benchmarks.reference import Reference, load_reference, summarise
+from benchmarks.tiles import with_tiles
+from jax_fp8gemm import _ffi, _tile_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -29,10 +24,10 @@ TINY = GroupedShape(m=100, n=256, k=384, groups=3)  # of ragged_wgrad: 3 groups 
 
 
 def test_shapes_parse():
-    shape = _problem.parse_shape("4x8192x4096x7168", "ragged")
+    shape = problem.parse_shape("4x8192x4096x7168", "ragged")
     assert shape == GroupedShape(m=8192, n=4096, k=7168, groups=4)
     assert str(shape) == "4x8192x4096x7168"
-    wgrad = _problem.parse_shape("8x7168x2048x4096", "ragged_wgrad")
+    wgrad = problem.parse_shape("8x7168x2048x4096", "ragged_wgrad")
     assert wgrad == GroupedShape(m=7168, n=2048, k=4096, groups=8)
 
 
@@ -42,68 +37,68 @@ def test_shapes_parse():
 @pytest.mark.parametrize("text", ["8192x4096x7168", "0x8192x4096x7168", "4x8192x4096x7168x1"])
 def test_bad_shapes_raise(family, form, text):
     with pytest.raises(ValueError, match=f"--shape must be {form} with positive sizes; got {text}"):
-        _problem.parse_shape(text, family)
+        problem.parse_shape(text, family)
 
 
 def test_default_rows_are_the_reference_rows():
-    reference = _reference.load_reference()
+    reference = load_reference()
     assert reference is not None
     for family, num_rows in zip(FAMILIES, (7, 5, 3), strict=True):
-        shapes = _problem.default_shapes(family)
+        shapes = problem.default_shapes(family)
         assert len(shapes) == len(reference.tables[family]) == num_rows
         assert all(reference.row(family, shape) for shape in shapes)
-    assert [shape.m for shape in _problem.default_shapes("masked", "small")] == [192, 192, 20, 20]
+    assert [shape.m for shape in problem.default_shapes("masked", "small")] == [192, 192, 20, 20]
 
 
 def test_sizes_are_uneven_and_the_same_every_time():
-    sizes = _grouped_problem.draw_sizes(32, 256)
+    sizes = grouped_problem.draw_sizes(32, 256)
     assert sizes.dtype == np.int32 and len(set(sizes)) > 16
     assert 0.7 * 256 - 1 < sizes.min() and sizes.max() < 1.3 * 256
-    np.testing.assert_array_equal(sizes, _grouped_problem.draw_sizes(32, 256))
-    blocks = _grouped_problem.draw_sizes(32, 256, multiple=128)
+    np.testing.assert_array_equal(sizes, grouped_problem.draw_sizes(32, 256))
+    blocks = grouped_problem.draw_sizes(32, 256, multiple=128)
     np.testing.assert_array_equal(blocks, (sizes + 127) // 128 * 128)
     assert blocks.dtype == np.int32
-    assert _grouped_problem.draw_sizes(8, 1).min() == 1
+    assert grouped_problem.draw_sizes(8, 1).min() == 1
 
 
 @pytest.mark.parametrize("expected, max_m", [(20, 1024), (192, 1024), (787, 1024), (1024, 4096)])
 def test_masked_rows_hold_every_group(expected, max_m):
-    assert _grouped_problem.masked_rows(expected) == max_m
+    assert grouped_problem.masked_rows(expected) == max_m
 
 
 def test_ragged_work_counts_valid_rows():
     # 2 groups of 300 rows in all: lhs, two matrices, scales 1x128 and 128x128, bf16 results.
-    work = _grouped_problem.ragged_work(GroupedShape(m=150, n=192, k=256, groups=2), rows=300)
+    work = grouped_problem.ragged_work(GroupedShape(m=150, n=192, k=256, groups=2), rows=300)
     assert work.flop == 2 * 300 * 192 * 256
     assert work.num_bytes == 300 * 256 + 2 * 192 * 256 + 4 * (300 * 2 + 2 * 2 * 2) + 2 * 300 * 192
 
 
 def test_masked_work_agrees_with_the_reference():
     # DeepGEMM's own count, without scales: 939.3 TFLOPS, 2699.7 GB/s.
-    work = _grouped_problem.ragged_work(GroupedShape(m=192, n=6144, k=7168, groups=32), rows=6030)
+    work = grouped_problem.ragged_work(GroupedShape(m=192, n=6144, k=7168, groups=32), rows=6030)
     assert work.tflops(565.47) == pytest.approx(939.3, abs=0.1)
     assert work.gbps(565.47) == pytest.approx(2699.7, rel=0.005)
 
 
 def test_wgrad_work_reads_what_it_accumulates_into():
     shape = GroupedShape(m=128, n=256, k=400, groups=2)
-    plain = _grouped_problem.wgrad_work(shape, 896, accumulate=False)
+    plain = grouped_problem.wgrad_work(shape, 896, accumulate=False)
     assert plain.flop == 2 * 128 * 256 * 896
     assert plain.num_bytes == (128 + 256) * 896 + 4 * (128 + 256) * 7 + 4 * 2 * 128 * 256
-    accumulated = _grouped_problem.wgrad_work(shape, 896, accumulate=True)
+    accumulated = grouped_problem.wgrad_work(shape, 896, accumulate=True)
     assert accumulated.num_bytes - plain.num_bytes == 4 * 2 * 128 * 256
 
 
 def test_groups_are_padded_for_deepgemm():
-    groups = _grouped_peers.padded_groups(np.array([130, 128], np.int32))
+    groups = padded_groups(np.array([130, 128], np.int32))
     assert groups.shape == (384,) and groups.dtype == np.int32
     assert (groups[:130] == 0).all() and (groups[130:256] == -1).all() and (groups[256:] == 1).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configs_are_the_grouped_ones(family):
-    for case in _grouped.grouped_cases(family, _problem.default_shapes(family)):
-        assert case.config in [_case.tile_text(tile) for tile in case.tiles]
+    for case in grouped.grouped_cases(family, problem.default_shapes(family)):
+        assert case.config in [tile_text(tile) for tile in case.tiles]
 
 
 @pytest.mark.parametrize(
@@ -111,22 +106,22 @@ def test_configs_are_the_grouped_ones(family):
     [("ragged", (None, 256)), ("masked", (3, 1024, 256)), ("ragged_wgrad", (3, 100, 256))],
 )
 def test_cases_run(family, out_shape):
-    for case in _grouped.grouped_cases(family, [TINY]):
+    for case in grouped.grouped_cases(family, [TINY]):
         call = case.build()
         out = call.run()
         assert out.shape == tuple(dim or case.labels["rows"] for dim in out_shape)
-        assert call.kernel == _case.GEMM_KERNEL and bool((out != 0).any())
+        assert call.kernel == GEMM_KERNEL and bool((out != 0).any())
         assert call.run().shape == out.shape  # once more: an accumulator was donated
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_weight_gradients_of_lax_are_those_of_the_groups(accumulate):
     sizes = np.array([128, 0, 256], np.int32)
-    call = _grouped_peers.wgrad_peers(TINY, sizes, accumulate)["lax_ragged_dot"]()
+    call = wgrad_peers(TINY, sizes, accumulate)["lax_ragged_dot"]()
     call.run()
     out = np.asarray(call.run())  # the second: an accumulator holds two then
     lhs, rhs = (
-        np.asarray(_data.normal(384, n, seed=i), np.float64) for i, n in enumerate((100, 256))
+        np.asarray(data.normal(384, n, seed=i), np.float64) for i, n in enumerate((100, 256))
     )
     ends = np.cumsum(sizes)
     for i, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
@@ -139,8 +134,8 @@ def test_families_write_the_schema(family, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)  # absent, also where it is installed
     peers = ("lax_ragged_dot", "tokamax")
     file = tmp_path / "rows.json"
-    options = _run.Options(family, fake_time(4.0), peers, [file])
-    _run.run(family, _grouped.grouped_cases(family, [TINY]), options, DEVICE)
+    options = run.Options(family, fake_time(4.0), peers, [file])
+    run.run(family, grouped.grouped_cases(family, [TINY]), options, DEVICE)
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == (2 if family == "ragged_wgrad" else 1)
     own = {
@@ -162,7 +157,7 @@ def test_deepgemm_is_estimated_by_its_rate():
     # There 100 us for 1000 rows; here 1100 rows on a machine that takes 1.2 times as long.
     row = dict(groups=4, expected_rows=256, rows=1000, n=512, k=256, deepgemm=100.0)
     wgrad = dict(groups=4, m=512, n=256, expected_k=256, k=1024, deepgemm=50.0)
-    reference = _reference.Reference({"ragged": [row], "ragged_wgrad": [wgrad]})
+    reference = Reference({"ragged": [row], "ragged_wgrad": [wgrad]})
     shape, flop = GroupedShape(256, 512, 256, groups=4), 2 * 1100 * 512 * 256
     estimate = reference.deepgemm_us("ragged", shape, {}, machine=1.2, flop=flop)
     assert estimate == pytest.approx(132)
@@ -179,32 +174,32 @@ def test_summary_is_over_all_sizes():
         GroupedShape(8192, 1, 1, groups=4): 2.0,
         GroupedShape(600, 1, 1, groups=32): 0.5,
     }
-    assert _reference.summarise(ratios, "peer") == [
+    assert summarise(ratios, "peer") == [
         "all sizes: 1.000x peer (geometric mean of 2 rows), worst 0.500x at 32x600x1x1"
     ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_case_runs_with_every_tile(family):
-    cases = _grouped.grouped_cases(family, [TINY])[:1]
-    rows = list(_tiles.with_tiles(cases, ["all"]))
+    cases = grouped.grouped_cases(family, [TINY])[:1]
+    rows = list(with_tiles(cases, ["all"]))
     is_wgrad = family == "ragged_wgrad"
     kind = _tile_config.GROUPED_CONTRACTION if is_wgrad else _tile_config.GROUPED_ROWS
     tiles = _tile_config.configs(kind, is_1d1d=is_wgrad)
-    assert [row.config for row in rows] == [_case.tile_text(tile) for tile in tiles]
+    assert [row.config for row in rows] == [tile_text(tile) for tile in tiles]
     assert rows[-1].build().run().shape[-1] == 256
 
 
 def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     times = iter([5.0, 5.0, 10.0, 15.0])  # ours, twice; lax.ragged_dot's
-    monkeypatch.setattr(_cli, "measure", lambda call, repeat: fake_time(next(times))(call))
+    monkeypatch.setattr(cli, "measure", lambda call, repeat: fake_time(next(times))(call))
     shape = ["--shape", "2x64x128x256"]
     arguments = [*shape, "--save", str(tmp_path)]
-    assert bench.main(["ragged-wgrad", *arguments, "--no-peers"]) == 0
+    assert benchmarks.main(["ragged-wgrad", *arguments, "--no-peers"]) == 0
     (file,) = tmp_path.glob("*/ragged_wgrad.json")
     rows = json.loads(file.read_text())["rows"]
     assert [row["accumulate"] for row in rows] == [True, False] and rows[0]["k"] % 128 == 0
-    assert bench.main(["ragged", *arguments, "--peers", "lax_ragged_dot"]) == 0
+    assert benchmarks.main(["ragged", *arguments, "--peers", "lax_ragged_dot"]) == 0
     assert "all sizes: 1.500x lax_ragged_dot" in capsys.readouterr().out

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import benchmarks
 import jax_fp8gemm
-from jax_fp8gemm import _ffi, bench
-from jax_fp8gemm.bench import _cli, _expert_parallel, _fsdp, _mesh, _timer
+from benchmarks import cli
+from benchmarks.families import expert_parallel, fsdp, mesh
+from benchmarks.timing import timer
+from jax_fp8gemm import _ffi
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
-TINY = _fsdp.Stack("tiny", 1, hidden=256, inter=512, tokens=128, loop="unrolled")
-MIXTURE = _expert_parallel.Mixture("tiny", 2, tokens=64, top_k=2, hidden=128, inter=64)
+TINY = fsdp.Stack("tiny", 1, hidden=256, inter=512, tokens=128, loop="unrolled")
+MIXTURE = expert_parallel.Mixture("tiny", 2, tokens=64, top_k=2, hidden=128, inter=64)
 FP8 = ("f16", 2) if jax.default_backend() == "cpu" else ("f8e4m3fn", 1)  # as XLA gathers it
 
 PROGRAM = """\
@@ -42,7 +45,7 @@ ENTRY %main.1 (x: f32[8]) -> f32[8] {
 
 
 def test_bytes_that_a_program_moves():
-    assert _mesh.moved_bytes(PROGRAM, num_devices=4) == {
+    assert mesh.moved_bytes(PROGRAM, num_devices=4) == {
         "all-gather f32": 3 * 8 * 4,
         "all-gather f8e4m3fn": 64 * 32 * (1 + 3),
         "all-gather u8": 3 * 128,
@@ -53,7 +56,7 @@ def test_bytes_that_a_program_moves():
 
 def test_a_loop_of_unknown_length_is_apart():
     text = PROGRAM.replace("known_trip_count", "other")
-    assert _mesh.moved_bytes(text, num_devices=4) == {
+    assert mesh.moved_bytes(text, num_devices=4) == {
         "all-gather f32, a turn": 8 * 4,
         "all-gather f8e4m3fn": 64 * 32,
         "all-gather f8e4m3fn, a turn": 64 * 32,
@@ -64,7 +67,7 @@ def test_a_loop_of_unknown_length_is_apart():
 
 
 def test_work_of_a_stack():
-    largest = _fsdp.STACKS[0]
+    largest = fsdp.STACKS[0]
     assert largest.num_weights == 4 * 704643072  # three matrices of Llama-3-70B
     assert largest.flop == 2 * 34 * 8192 * 8192 * 28672
     assert TINY.flop == 2 * 7 * 128 * 256 * 512
@@ -75,16 +78,16 @@ def two_devices(monkeypatch):
     if jax.device_count() < 2:
         # conftest makes eight CPU devices: only on a machine of one GPU.
         pytest.skip("needs two devices")
-    on = jax.make_mesh((2,), (_mesh.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    for module in (_mesh, _fsdp, _expert_parallel):
+    on = jax.make_mesh((2,), (mesh.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    for module in (mesh, fsdp, expert_parallel):
         monkeypatch.setattr(module, "local_mesh", lambda: on)
     # Without LLVM's work on programs that run a few times.
-    monkeypatch.setattr(_mesh, "_OPTIONS", {"xla_backend_optimization_level": 0})
+    monkeypatch.setattr(mesh, "_OPTIONS", {"xla_backend_optimization_level": 0})
 
 
 def test_layers_in_a_scan_train_as_in_bf16(two_devices):
-    stack = _fsdp.Stack("tiny", 2, hidden=256, inter=256, tokens=128, loop="scan")
-    ours, bf16 = (_fsdp.fsdp_call(stack, f) for f in (jax_fp8gemm.matmul, jnp.matmul))
+    stack = fsdp.Stack("tiny", 2, hidden=256, inter=256, tokens=128, loop="scan")
+    ours, bf16 = (fsdp.fsdp_call(stack, f) for f in (jax_fp8gemm.matmul, jnp.matmul))
     losses = np.array([[float(call.run()) for _ in range(3)] for call in (ours, bf16)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
     assert (np.diff(losses) < 0).all()
@@ -96,10 +99,10 @@ def test_layers_in_a_scan_train_as_in_bf16(two_devices):
 
 def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
-    monkeypatch.setattr(_cli, "STACKS", (dataclasses.replace(TINY, sums="bf16"),))
+    monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(cli, "STACKS", (dataclasses.replace(TINY, sums="bf16"),))
     file = tmp_path / "fsdp.json"
-    assert bench.main(["fsdp", "--no-peers", "--repeat", "1", "--json", str(file)]) == 0
+    assert benchmarks.main(["fsdp", "--no-peers", "--repeat", "1", "--json", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["name"] == "tiny" and row["gpus"] == 2 and row["timer"] == "wall"
     assert row["sums"] == "bf16"
@@ -117,8 +120,8 @@ def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, cap
 
 
 def test_work_of_a_mixture():
-    assert _expert_parallel.DEEPSEEK_V3.flop == 18 * 65536 * 7168 * 2048
-    first, *others = _expert_parallel.expert_parallel_cases(MIXTURE)
+    assert expert_parallel.DEEPSEEK_V3.flop == 18 * 65536 * 7168 * 2048
+    first, *others = expert_parallel.expert_parallel_cases(MIXTURE)
     assert first.labels["mode"] == "all_gather"
     assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
     assert [list(case.peers) for case in others] == [["one_gpu"]] * 2
@@ -127,8 +130,8 @@ def test_work_of_a_mixture():
 
 
 def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypatch):
-    monkeypatch.setattr(_expert_parallel, "_LAX_CAPACITY", 2.0)  # for so few tokens
-    first, *_ = _expert_parallel.expert_parallel_cases(MIXTURE)
+    monkeypatch.setattr(expert_parallel, "_LAX_CAPACITY", 2.0)  # for so few tokens
+    first, *_ = expert_parallel.expert_parallel_cases(MIXTURE)
     ours, in_bf16 = first.build(), first.peers["lax_ragged_dot"]()
     results, bf16_results = ours.run(), in_bf16.run()
     shapes = [(128, 128), (128, 128), (128, 4), (4, 128, 128), (4, 64, 128)]
@@ -153,14 +156,14 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
 
 def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
-    call = _timer.Call(
-        lambda: np.zeros(()), _timer.jax_queue(), moved_bytes={"all-gather f32": 10**7}
+    monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
+    call = timer.Call(
+        lambda: np.zeros(()), timer.jax_queue(), moved_bytes={"all-gather f32": 10**7}
     )
-    monkeypatch.setattr(_expert_parallel, "expert_parallel_call", lambda *args, **kwargs: call)
+    monkeypatch.setattr(expert_parallel, "expert_parallel_call", lambda *args, **kwargs: call)
     file = tmp_path / "expert_parallel.json"
     arguments = ["--repeat", "1", "--peers", "one_gpu", "--json", str(file)]
-    assert bench.main(["expert-parallel", *arguments]) == 0
+    assert benchmarks.main(["expert-parallel", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["mode"] for row in rows] == ["all_gather", "all_to_all", "ragged_all_to_all"]
     for row in rows:
@@ -174,12 +177,12 @@ def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path
 def test_refuses_one_device(family, monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    assert bench.main([family]) == 1
+    assert benchmarks.main([family]) == 1
     assert f"{family} needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out
 
 
 def test_steps_are_timed_after_the_first_sample():
     calls = []
-    call = _timer.Call(lambda: calls.append(0) or np.zeros(()), _timer.jax_queue(), max_repeat=2)
-    timing = _mesh.measure_steps(call, repeat=20)
+    call = timer.Call(lambda: calls.append(0) or np.zeros(()), timer.jax_queue(), max_repeat=2)
+    timing = mesh.measure_steps(call, repeat=20)
     assert len(calls) == (1 + 2) * 3 and timing.timer == "wall" and timing.us > 0

@@ -11,42 +11,47 @@ import numpy as np
 import pytest
 from fake_clock import DEVICE, fake_time
 
-from jax_fp8gemm import _ffi, bench
-from jax_fp8gemm.bench import _case, _cli, _grouped_problem, _moe, _reference, _run, _timer
-from jax_fp8gemm.bench._cupti import Activity
+import benchmarks
+from benchmarks import cli, run
+from benchmarks.case import peak_bytes
+from benchmarks.families import grouped_problem, moe
+from benchmarks.reference import load_reference
+from benchmarks.timing import timer
+from benchmarks.timing.cupti import Activity
+from jax_fp8gemm import _ffi
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
-TINY = _moe.Experts("tiny", groups=2, hidden=128, inter=256, rows=200)
+TINY = moe.Experts("tiny", groups=2, hidden=128, inter=256, rows=200)
 
 
 @functools.cache
 def tiny_case():
     """The case of TINY, which compiles its programs once for all tests."""
-    case = _moe.moe_case(TINY)
+    case = moe.moe_case(TINY)
     peers = {name: functools.cache(build) for name, build in case.peers.items()}
     return dataclasses.replace(case, build=functools.cache(case.build), peers=peers)
 
 
 def test_layers_are_the_reference_rows():
-    reference = _reference.load_reference()
+    reference = load_reference()
     assert reference is not None
-    for experts, row in zip(_moe.LAYERS, reference.tables["jax_moe"], strict=True):
-        case = _moe.moe_case(experts)
+    for experts, row in zip(moe.LAYERS, reference.tables["jax_moe"], strict=True):
+        case = moe.moe_case(experts)
         assert case.labels == {key: row[key] for key in case.labels}
 
 
 def test_work_of_a_layer():
-    work = _moe.moe_case(TINY).work
+    work = moe.moe_case(TINY).work
     assert work.flop == 3 * 3 * 2 * 200 * 128 * 256
     weights = 2 * 128 * 512 + 2 * 256 * 128
     assert work.num_bytes == 2 * (4 * 200 * 128 + 2 * weights)
-    deepseek = _moe.moe_case(_moe.LAYERS[0]).work
+    deepseek = moe.moe_case(moe.LAYERS[0]).work
     assert deepseek.flop == 8658654068736 and deepseek.tflops(94497.6) == pytest.approx(91.6, 1e-3)
 
 
 def test_shares_are_uneven_and_sum_to_the_rows():
-    shares = _grouped_problem.draw_shares(16, 32768)
+    shares = grouped_problem.draw_shares(16, 32768)
     assert shares.sum() == 32768 and shares.dtype == np.int32
     assert shares.min() < 0.7 * 2048 and shares.max() > 1.3 * 2048
 
@@ -68,14 +73,14 @@ def test_layer_runs_forward_and_backward():
 def test_peak_memory_counts_arguments_and_results():
     x = jax.ShapeDtypeStruct((1000,), np.float32)
     program = jax.jit(lambda x: (x + 1, x + 2)).lower(x).compile()
-    assert _case.peak_bytes(program) >= 3 * 4000
+    assert peak_bytes(program) >= 3 * 4000
 
 
 def test_schema_and_memory_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)  # absent, also where it is installed
     file = tmp_path / "moe.json"
-    options = _run.Options("moe", fake_time(4.0), ("lax_ragged_dot", "tokamax"), [file])
-    _run.run("moe", [tiny_case()], options, DEVICE)
+    options = run.Options("moe", fake_time(4.0), ("lax_ragged_dot", "tokamax"), [file])
+    run.run("moe", [tiny_case()], options, DEVICE)
     (row,) = json.loads(file.read_text())["rows"]
     keys = {"family", "name", "groups", "rows", "hidden", "inter", "us", "tflops", "config"}
     assert keys <= set(row) and row["name"] == "tiny" and row["peers"] == {"lax_ragged_dot": 4.0}
@@ -94,23 +99,23 @@ def test_slow_calls_are_repeated_less(monkeypatch):
         steps.extend(given)
         return [Activity("kernel", 0, 1000)] * len(given)
 
-    monkeypatch.setattr(_timer, "_record", record)
-    call = _timer.Call(lambda: np.zeros(()), _timer.jax_queue(), max_repeat=3)
-    assert _timer.measure(call, repeat=20, flush=False).us == 1 and len(steps) == 3
+    monkeypatch.setattr(timer, "_record", record)
+    call = timer.Call(lambda: np.zeros(()), timer.jax_queue(), max_repeat=3)
+    assert timer.measure(call, repeat=20, flush=False).us == 1 and len(steps) == 3
 
 
 def test_command_line_measures_every_layer(monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cli, "copy_gbps", lambda: 4000.0)
-    monkeypatch.setattr(_cli, "LAYERS", (TINY, TINY))
-    monkeypatch.setattr(_cli, "moe_case", {TINY: tiny_case()}.__getitem__)
+    monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
+    monkeypatch.setattr(cli, "LAYERS", (TINY, TINY))
+    monkeypatch.setattr(cli, "moe_case", {TINY: tiny_case()}.__getitem__)
     flushes = []
 
     def measure(call, repeat, flush):
         flushes.append(flush)
         return fake_time(5.0)(call)
 
-    monkeypatch.setattr(_cli, "measure", measure)
-    assert bench.main(["moe", "--no-peers"]) == 0
+    monkeypatch.setattr(cli, "measure", measure)
+    assert benchmarks.main(["moe", "--no-peers"]) == 0
     assert flushes == [False, False]
     assert capsys.readouterr().out.count("peak memory of tiny") == 2

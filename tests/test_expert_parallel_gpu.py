@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from test_expert_parallel import vjp
 from test_mesh_gpu import all_gpus, place
 
+from benchmarks.families.mesh import moved_bytes
 from jax_fp8gemm import _exchange, _expert_parallel
 from jax_fp8gemm._exchange import NAMES
 from jax_fp8gemm._recipe import BF16, DEEPSEEK_V3, Recipe
-from jax_fp8gemm.bench._mesh import moved_bytes
 from jax_fp8gemm.moe import moe_layer, route
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,7 @@ import pathlib
 
 import pytest
 
-from jax_fp8gemm._exchange import choose_exchange, make_exchange
-from jax_fp8gemm.bench._scaling import (
+from benchmarks.scaling.model import (
     Axis,
     Model,
     Rates,
@@ -17,9 +16,10 @@ from jax_fp8gemm.bench._scaling import (
     fsdp_bytes,
     token_bytes,
 )
-from jax_fp8gemm.bench._scaling_plan import Layout, Work, best_plan, layouts, plan
-from jax_fp8gemm.bench._scaling_predict import predict_ep_layer, predict_fsdp_mlps
-from jax_fp8gemm.bench._scaling_tables import fill
+from benchmarks.scaling.plan import Layout, Work, best_plan, layouts, plan
+from benchmarks.scaling.predict import predict_ep_layer, predict_fsdp_mlps
+from benchmarks.scaling.tables import fill
+from jax_fp8gemm._exchange import choose_exchange, make_exchange
 
 _ROOT = pathlib.Path(__file__).parents[1]
 MODEL, RATES = Model(), Rates()
@@ -181,5 +181,5 @@ def test_best_plan_is_the_fastest():
 def test_the_tables_of_the_document_are_those_of_the_model():
     text = (_ROOT / "docs" / "scaling.md").read_text()
     assert text.count("<!-- end -->") == 6
-    # python -m jax_fp8gemm.bench._scaling_tables docs/scaling.md
+    # python -m benchmarks.scaling.tables docs/scaling.md
     assert fill(text) == text

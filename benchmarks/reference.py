@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax_fp8gemm.bench._problem import GroupedShape, Shape
+from benchmarks.problem import GroupedShape, Shape
 
 # (key in the reference, key among this run's peers), best first.
 _YARDSTICKS = (("cublaslt_tensorwise", "cublaslt_tensorwise"), ("bf16", "torch_bf16"))
@@ -84,7 +84,7 @@ def load_reference(path: str | None = None) -> Reference | None:
     """
     if path is not None:
         return Reference(json.loads(pathlib.Path(path).read_text()))
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[1]
     for folder in (root, pathlib.Path.cwd()):
         file = folder / "benchmarks" / "h200_peers.json"
         if file.exists():

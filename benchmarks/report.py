@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_fp8gemm.bench._problem import Shape
+from benchmarks.problem import Shape
 
 _PACKAGES = (
     *("jax_fp8gemm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -28,7 +28,7 @@ class Row:
     shape: the same for grouping rows.
     peers: microseconds by name, of the peers that ran.
     hbm_fraction, tensor_fraction: floor over time.
-    deepgemm_estimate: microseconds carried over from the reference machine (`_reference`).
+    deepgemm_estimate: microseconds carried over from the reference machine (`reference`).
     extra: further figures, for the JSON file only.
     """
 

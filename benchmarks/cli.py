@@ -8,22 +8,22 @@ from collections.abc import Sequence
 
 import jax
 
+from benchmarks.case import Case
+from benchmarks.families.expert_parallel import DEEPSEEK_V3, expert_parallel_cases
+from benchmarks.families.fsdp import STACKS, fsdp_case
+from benchmarks.families.grouped import grouped_cases
+from benchmarks.families.host import host_times
+from benchmarks.families.mesh import measure_steps, unusable_reason
+from benchmarks.families.mlp import LLAMA3_8B, mlp_case
+from benchmarks.families.moe import LAYERS, moe_case
+from benchmarks.families.products import cases
+from benchmarks.problem import GroupedShape, Shape, default_shapes, parse_shape
+from benchmarks.reference import load_reference
+from benchmarks.report import document, results_path, write_json
+from benchmarks.run import Device, Options, copy_gbps, run
+from benchmarks.tiles import parse_tile, with_tiles
+from benchmarks.timing.timer import measure, measure_sustained
 from jax_fp8gemm import _ffi
-from jax_fp8gemm.bench._case import Case
-from jax_fp8gemm.bench._expert_parallel import DEEPSEEK_V3, expert_parallel_cases
-from jax_fp8gemm.bench._families import cases
-from jax_fp8gemm.bench._fsdp import STACKS, fsdp_case
-from jax_fp8gemm.bench._grouped import grouped_cases
-from jax_fp8gemm.bench._host import host_times
-from jax_fp8gemm.bench._mesh import measure_steps, unusable_reason
-from jax_fp8gemm.bench._mlp import LLAMA3_8B, mlp_case
-from jax_fp8gemm.bench._moe import LAYERS, moe_case
-from jax_fp8gemm.bench._problem import GroupedShape, Shape, default_shapes, parse_shape
-from jax_fp8gemm.bench._reference import load_reference
-from jax_fp8gemm.bench._report import document, results_path, write_json
-from jax_fp8gemm.bench._run import Device, Options, copy_gbps, run
-from jax_fp8gemm.bench._tiles import parse_tile, with_tiles
-from jax_fp8gemm.bench._timer import measure, measure_sustained
 
 _PEERS = (
     *("cublaslt_tensorwise", "cublaslt_block", "torch_bf16"),

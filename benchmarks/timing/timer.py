@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm.bench._cupti import Activity, CuptiError, cupti
+from benchmarks.timing.cupti import Activity, CuptiError, cupti
 
 _FLUSH_BYTES = 1 << 30  # far above any L2; the peers' reference figures were flushed with as much
 _NUM_WARMUP = 3

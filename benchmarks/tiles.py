@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from benchmarks.case import Case, tile_text
+from benchmarks.timing.timer import Call
 from jax_fp8gemm import _tile_choice, _tile_config
 from jax_fp8gemm._tile_config import TileConfig
-from jax_fp8gemm.bench._case import Case, tile_text
-from jax_fp8gemm.bench._timer import Call
 
 _PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)")
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.case import Build, Case
+from benchmarks.families.mesh import AXIS, local_mesh, step_call
+from benchmarks.problem import Shape, Work
+from benchmarks.timing.timer import Call
 from jax_fp8gemm import BF16, moe
 from jax_fp8gemm._exchange import NAMES
-from jax_fp8gemm.bench._case import Build, Case
-from jax_fp8gemm.bench._mesh import AXIS, local_mesh, step_call
-from jax_fp8gemm.bench._problem import Shape, Work
-from jax_fp8gemm.bench._timer import Call
 
 _LAX_REPEAT = 1  # three steps, of half a second or more each
 # Of jax.lax.ragged_dot's layer, whose time and memory grow with the rows that it has room for: as

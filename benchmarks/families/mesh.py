@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jax_fp8gemm.bench._case import peak_bytes
-from jax_fp8gemm.bench._timer import Call, Timing, jax_queue
+from benchmarks.case import peak_bytes
+from benchmarks.timing.timer import Call, Timing, jax_queue
 
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock

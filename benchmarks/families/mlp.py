@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_fp8gemm
-from jax_fp8gemm.bench._case import Case
-from jax_fp8gemm.bench._data import normal
-from jax_fp8gemm.bench._problem import Shape, Work
-from jax_fp8gemm.bench._timer import Call, jax_queue
+from benchmarks.case import Case
+from benchmarks.data import normal
+from benchmarks.problem import Shape, Work
+from benchmarks.timing.timer import Call, jax_queue
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fp8gemm
-from jax_fp8gemm import ScaledArray, _ffi, _groups, _tile_choice, _tile_config
-from jax_fp8gemm.bench._case import Case, gemm_call, tile_text
-from jax_fp8gemm.bench._data import (
+from benchmarks.case import Case, gemm_call, tile_text
+from benchmarks.data import (
     normal,
     normal_groups,
     quantize_blocks,
     quantize_rows,
     with_rows_minor,
 )
-from jax_fp8gemm.bench._grouped_peers import masked_peers, ragged_peers, wgrad_peers
-from jax_fp8gemm.bench._grouped_problem import draw_sizes, masked_rows, ragged_work, wgrad_work
-from jax_fp8gemm.bench._problem import GroupedShape
-from jax_fp8gemm.bench._timer import Call
+from benchmarks.families.grouped_problem import draw_sizes, masked_rows, ragged_work, wgrad_work
+from benchmarks.peers.grouped import masked_peers, ragged_peers, wgrad_peers
+from benchmarks.problem import GroupedShape
+from benchmarks.timing.timer import Call
+from jax_fp8gemm import ScaledArray, _ffi, _groups, _tile_choice, _tile_config
 
 _BLOCK = 128
 _ragged_dot = functools.partial(jax_fp8gemm.scaled_ragged_dot, out_dtype=jnp.bfloat16)

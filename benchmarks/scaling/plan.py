@@ -1,4 +1,4 @@
-"""Which layout of a mesh trains a model fastest, by the model of _scaling.py."""
+"""Which layout of a mesh trains a model fastest, by the model of model.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jax_fp8gemm._exchange import HEADROOM
-from jax_fp8gemm.bench._scaling import (
+from benchmarks.scaling.model import (
     Axis,
     Exchange,
     Model,
@@ -18,6 +17,7 @@ from jax_fp8gemm.bench._scaling import (
     expert_seconds,
     fsdp_bytes,
 )
+from jax_fp8gemm._exchange import HEADROOM
 
 # Of a weight: master, two moments and the gradient in f32; all but the master in bf16.
 STATE_BYTES = {"f32": 4 + 3 * 4, "bf16": 4 + 3 * 2}

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm.bench._data import normal
-from jax_fp8gemm.bench._problem import Shape
-from jax_fp8gemm.bench._timer import Call, TorchQueue, jax_queue
+from benchmarks.data import normal
+from benchmarks.problem import Shape
+from benchmarks.timing.timer import Call, TorchQueue, jax_queue
 
 _FP8_MAX = 448.0
 

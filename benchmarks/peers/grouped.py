@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm.bench._case import gemm_call
-from jax_fp8gemm.bench._data import normal, normal_groups
-from jax_fp8gemm.bench._peers import load_torch, peer_calls, torch_fp8, torch_scales
-from jax_fp8gemm.bench._problem import GroupedShape, Shape
-from jax_fp8gemm.bench._timer import Call, jax_queue
+from benchmarks.case import gemm_call
+from benchmarks.data import normal, normal_groups
+from benchmarks.peers.dense import load_torch, peer_calls, torch_fp8, torch_scales
+from benchmarks.problem import GroupedShape, Shape
+from benchmarks.timing.timer import Call, jax_queue
 
 _BLOCK = 128
 # lhs (tokens, m), rhs (tokens, n) -> (groups, m, n)

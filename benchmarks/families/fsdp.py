@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8gemm
-from jax_fp8gemm.bench._case import Case
-from jax_fp8gemm.bench._mesh import AXIS, local_mesh, step_call
-from jax_fp8gemm.bench._mlp import Product
-from jax_fp8gemm.bench._problem import Shape, Work
-from jax_fp8gemm.bench._timer import Call
+from benchmarks.case import Case
+from benchmarks.families.mesh import AXIS, local_mesh, step_call
+from benchmarks.families.mlp import Product
+from benchmarks.problem import Shape, Work
+from benchmarks.timing.timer import Call
 
 _LEARNING_RATE, _DECAYS, _EPSILON = 1e-4, (0.9, 0.95), 1e-8
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jax_fp8gemm.bench._case import Build, Case
-from jax_fp8gemm.bench._peers import peer_calls
-from jax_fp8gemm.bench._problem import Shape
-from jax_fp8gemm.bench._reference import CALIBRATION, CARRIED, Reference, summarise
-from jax_fp8gemm.bench._report import Row, Table, document, write_json
-from jax_fp8gemm.bench._timer import Call, Timing, jax_queue, measure
+from benchmarks.case import Build, Case
+from benchmarks.peers.dense import peer_calls
+from benchmarks.problem import Shape
+from benchmarks.reference import CALIBRATION, CARRIED, Reference, summarise
+from benchmarks.report import Row, Table, document, write_json
+from benchmarks.timing.timer import Call, Timing, jax_queue, measure
 
 _COPY_BYTES = 2 << 30
 # Keys in a row's JSON; for a peer, after the first word of its name.

@@ -2,7 +2,7 @@
 
 One micro-batch of `tokens` tokens a device, forward and backward, nothing computed twice. Experts
 are balanced, a collective takes its bytes over its rate, and no latency is counted. docs/scaling.md
-says what follows from it, in tables that _scaling_tables.py writes.
+says what follows from it, in tables that tables.py writes.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.case import Case, peak_bytes
+from benchmarks.data import normal, normal_groups
+from benchmarks.families.grouped_problem import draw_shares
+from benchmarks.peers.grouped import RaggedDot, tokamax_product
+from benchmarks.problem import GroupedShape, Work
+from benchmarks.timing.timer import Call, jax_queue
 from jax_fp8gemm import moe
-from jax_fp8gemm.bench._case import Case, peak_bytes
-from jax_fp8gemm.bench._data import normal, normal_groups
-from jax_fp8gemm.bench._grouped_peers import RaggedDot, tokamax_product
-from jax_fp8gemm.bench._grouped_problem import draw_shares
-from jax_fp8gemm.bench._problem import GroupedShape, Work
-from jax_fp8gemm.bench._timer import Call, jax_queue
 
 # (x, w_gate_up, w_down, group_sizes) -> out
 Layer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

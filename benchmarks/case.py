@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from benchmarks.problem import Shape, Work
+from benchmarks.timing.timer import Call, jax_queue
 from jax_fp8gemm import _tile_config
 from jax_fp8gemm._tile_config import TileConfig
-from jax_fp8gemm.bench._problem import Shape, Work
-from jax_fp8gemm.bench._timer import Call, jax_queue
 
 Build = Callable[[], Call]
 GEMM_KERNEL = "fp8_gemm"  # substring of the names of our GEMM kernels

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/scaling.md: python -m jax_fp8gemm.bench._scaling_tables FILE"""
+"""Writes the tables of docs/scaling.md: python -m benchmarks.scaling.tables FILE"""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jax_fp8gemm._exchange import HEADROOM, NAMES
-from jax_fp8gemm.bench._scaling import (
+from benchmarks.scaling.model import (
     Axis,
     Model,
     Rates,
     exchange,
 )
-from jax_fp8gemm.bench._scaling_plan import STATE_BYTES, Plan, Work, best_plan
+from benchmarks.scaling.plan import STATE_BYTES, Plan, Work, best_plan
+from jax_fp8gemm._exchange import HEADROOM, NAMES
 
 _DEVICES = (64, 128, 256, 512, 1024, 2048)
 _TOKENS = 8192

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import jax_fp8gemm
-from jax_fp8gemm.bench._data import normal, quantize_rows
+from benchmarks.data import normal, quantize_rows
 
 _NUM_ROUNDS, _NUM_CALLS = 200, 16  # fewer calls a round than JAX lets be in flight
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_fp8gemm.bench._problem import GroupedShape, Work
+from benchmarks.problem import GroupedShape, Work
 
 _SPREAD = 0.3  # of a group's size around the expected one, as DeepGEMM's tests draw it
 # Its totals are close to those of benchmarks/h200_peers.json, above all in masked: DeepGEMM's

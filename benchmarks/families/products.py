@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 import jax_fp8gemm
+from benchmarks.case import Case, gemm_call, tile_text
+from benchmarks.data import normal, quantize_blocks, quantize_rows
+from benchmarks.peers.dense import peer_calls
+from benchmarks.problem import Shape, gemm_work, quantize_work
+from benchmarks.timing.timer import Call, jax_queue
 from jax_fp8gemm import _ffi, _tile_choice, _tile_config
-from jax_fp8gemm.bench._case import Case, gemm_call, tile_text
-from jax_fp8gemm.bench._data import normal, quantize_blocks, quantize_rows
-from jax_fp8gemm.bench._peers import peer_calls
-from jax_fp8gemm.bench._problem import Shape, gemm_work, quantize_work
-from jax_fp8gemm.bench._timer import Call, jax_queue
 
 QUANTIZE_KERNEL = "quantize"  # substring of the names of our quantise kernels
 

@@ -1,11 +1,10 @@
-"""What the model of _scaling.py predicts for single workloads, to be held against measurements."""
+"""What the model of model.py predicts for single workloads, to be held against measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_fp8gemm._exchange import HEADROOM, Name
-from jax_fp8gemm.bench._scaling import (
+from benchmarks.scaling.model import (
     Axis,
     Number,
     Rates,
@@ -13,6 +12,7 @@ from jax_fp8gemm.bench._scaling import (
     expert_seconds,
     fsdp_bytes,
 )
+from jax_fp8gemm._exchange import HEADROOM, Name
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A model of training on many GPUs: docs/scaling.md."""
