@@ -8,8 +8,8 @@ import jax
 
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call, jax_queue
-from jax_fp8gemm import _tile_config
-from jax_fp8gemm._tile_config import TileConfig
+from jax_fp8gemm._tuning import tile_config
+from jax_fp8gemm._tuning.tile_config import TileConfig
 
 Build = Callable[[], Call]
 GEMM_KERNEL = "fp8_gemm"  # substring of the names of our GEMM kernels
@@ -28,7 +28,7 @@ class Case:
     config: str
     build: Build
     peers: Mapping[str, Build]
-    tiles: Sequence[TileConfig] = (*_tile_config.CONFIGS, *_tile_config.CLUSTER_CONFIGS)
+    tiles: Sequence[TileConfig] = (*tile_config.CONFIGS, *tile_config.CLUSTER_CONFIGS)
 
 
 def gemm_call(

@@ -23,7 +23,7 @@ from benchmarks.report import document, results_path, write_json
 from benchmarks.run import Device, Options, copy_gbps, run
 from benchmarks.tiles import parse_tile, with_tiles
 from benchmarks.timing.timer import measure, measure_sustained
-from jax_fp8gemm import _ffi
+from jax_fp8gemm._runtime import extension
 
 _PEERS = (
     *("cublaslt_tensorwise", "cublaslt_block", "torch_bf16"),
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         # torch's peers share the card: JAX must not take three quarters of its memory first.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if (reason := _ffi.unavailable_reason()) is not None:
+    if (reason := extension.unavailable_reason()) is not None:
         print(f"bench: times our CUDA kernels, which do not run here: {reason}. Nothing measured.")
         return 1
     if arguments.family in _MESH and (reason := unusable_reason(arguments.family)) is not None:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.family == "host":
         _run_host(name, files)
         return 0
-    device = Device(name, _ffi.num_sms(), copy_gbps())
+    device = Device(name, extension.num_sms(), copy_gbps())
     if arguments.family in _MESH:
         time = functools.partial(measure_steps, repeat=arguments.repeat)
     elif family in _LAYERS:

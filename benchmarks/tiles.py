@@ -8,8 +8,8 @@ import jax
 
 from benchmarks.case import Case, tile_text
 from benchmarks.timing.timer import Call
-from jax_fp8gemm import _tile_choice, _tile_config
-from jax_fp8gemm._tile_config import TileConfig
+from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning.tile_config import TileConfig
 
 _PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)")
 
@@ -18,7 +18,7 @@ def parse_tile(text: str) -> TileConfig:
     """The config that the table prints as `text`, whether or not the heuristic would pick it."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        example = tile_text(_tile_config.CONFIGS[0])
+        example = tile_text(tile_config.CONFIGS[0])
         raise ValueError(f"bench: --tile must look like '{example}' or be 'all'; got '{text}'")
     return TileConfig(*map(int, match.groups()))
 
@@ -33,7 +33,7 @@ def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
 
 def _with_tile(case: Case, tile: TileConfig) -> Case:
     def build() -> Call:
-        with _tile_choice.override(tile):
+        with choose.override(tile):
             call = case.build()
             # Lowers while the override holds; the second time for the results that an accumulating
             # product is then given as operands.

@@ -1,25 +1,27 @@
 """FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX."""
 
-from jax_fp8gemm import _jax_drift as _jax_drift  # first: says which JAX is needed
+from jax_fp8gemm._data import jax_drift as _jax_drift  # noqa: F401 (first: says which JAX is needed)
+
+# isort: split
 from jax_fp8gemm import moe as moe
-from jax_fp8gemm._backend_info import BackendInfo as BackendInfo
-from jax_fp8gemm._backend_info import backend_info as backend_info
-from jax_fp8gemm._dot_general import dot_general as dot_general
-from jax_fp8gemm._ffi import EXPORT_CHECKS as EXPORT_CHECKS
-from jax_fp8gemm._ffi import FallbackWarning as FallbackWarning
-from jax_fp8gemm._gemm import scaled_matmul as scaled_matmul
-from jax_fp8gemm._grouped_gemm import scaled_ragged_dot as scaled_ragged_dot
-from jax_fp8gemm._grouped_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad
-from jax_fp8gemm._matmul import matmul as matmul
-from jax_fp8gemm._matmul_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from jax_fp8gemm._quantize import quantize as quantize
-from jax_fp8gemm._quantize import quantize_both as quantize_both
-from jax_fp8gemm._quantize_ragged import quantize_ragged as quantize_ragged
-from jax_fp8gemm._ragged_dot import ragged_dot as ragged_dot
-from jax_fp8gemm._ragged_dot_general import ragged_dot_general as ragged_dot_general
-from jax_fp8gemm._recipe import BF16 as BF16
-from jax_fp8gemm._recipe import DEEPSEEK_V3 as DEEPSEEK_V3
-from jax_fp8gemm._recipe import HYBRID as HYBRID
-from jax_fp8gemm._recipe import Recipe as Recipe
-from jax_fp8gemm._scaled_array import ScaledArray as ScaledArray
-from jax_fp8gemm._scaled_array import dequantize as dequantize
+from jax_fp8gemm._data.recipe import BF16 as BF16
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3 as DEEPSEEK_V3
+from jax_fp8gemm._data.recipe import HYBRID as HYBRID
+from jax_fp8gemm._data.recipe import Recipe as Recipe
+from jax_fp8gemm._data.scaled_array import ScaledArray as ScaledArray
+from jax_fp8gemm._data.scaled_array import dequantize as dequantize
+from jax_fp8gemm._ops.dot_general import dot_general as dot_general
+from jax_fp8gemm._ops.matmul import matmul as matmul
+from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_fp8gemm._ops.quantize import quantize as quantize
+from jax_fp8gemm._ops.quantize import quantize_both as quantize_both
+from jax_fp8gemm._ops.ragged_dot import ragged_dot as ragged_dot
+from jax_fp8gemm._ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
+from jax_fp8gemm._ops.scaled_matmul import scaled_matmul as scaled_matmul
+from jax_fp8gemm._primitives.grouped_gemm import scaled_ragged_dot as scaled_ragged_dot
+from jax_fp8gemm._primitives.grouped_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad
+from jax_fp8gemm._primitives.quantize_ragged import quantize_ragged as quantize_ragged
+from jax_fp8gemm._runtime.backend_info import BackendInfo as BackendInfo
+from jax_fp8gemm._runtime.backend_info import backend_info as backend_info
+from jax_fp8gemm._runtime.extension import EXPORT_CHECKS as EXPORT_CHECKS
+from jax_fp8gemm._runtime.extension import FallbackWarning as FallbackWarning

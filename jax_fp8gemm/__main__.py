@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
-from jax_fp8gemm import _environment, _ffi, _jit, _kernels, _quantize_config
-from jax_fp8gemm._backend_info import backend_info
-from jax_fp8gemm._jit import CompileReport
+from jax_fp8gemm._runtime import environment, extension
+from jax_fp8gemm._runtime import precompile as _jit
+from jax_fp8gemm._runtime.backend_info import backend_info
+from jax_fp8gemm._runtime.precompile import CompileReport
+from jax_fp8gemm._tuning import all_kernels, quantize_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,24 +68,24 @@ def _bench(arguments: Sequence[str]) -> int:
 def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     """Compiles everything and prints one line a kernel. Returns 1 if a kernel failed, or has no
     folder to go to or no compiler."""
-    folder = _ffi.cache_dir
-    fault = _ffi.cache_fault(make=True) if folder else "empty"
-    if not fault and not _environment.is_writable(folder):
+    folder = extension.cache_dir
+    fault = extension.cache_fault(make=True) if folder else "empty"
+    if not fault and not environment.is_writable(folder):
         fault = "not writable"
-    name = _environment.printable(folder)
+    name = environment.printable(folder)
     if fault:
         print(f"JAX_FP8GEMM_CACHE_DIR must be a writable folder; got '{name}': {fault}")
         return 1
     try:
-        _ffi.nvrtc()
+        extension.nvrtc()
     except RuntimeError as error:  # which each kernel would repeat
         print(f"precompile needs NVRTC: {error}")
         return 1
     which = dict(all_formats=all_formats, with_clusters=with_clusters)
-    gemm = _kernels.gemm_kernels(_ffi.num_sms(), **which)
+    gemm = all_kernels.gemm_kernels(extension.num_sms(), **which)
     tasks = [partial(_jit.compile_gemm, config) for config in gemm]
-    for e5m2, pow2_scale in _kernels.formats(all_formats):
-        configs = _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
+    for e5m2, pow2_scale in all_kernels.formats(all_formats):
+        configs = quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
         tasks += [partial(_jit.compile_quantize, config) for config in configs]
     num_failed = num_cached = 0
     # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.

@@ -75,7 +75,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def traced_anew():
     """For tests that change what the layer on a mesh is made of: what they trace does not stay."""
-    from jax_fp8gemm._expert_parallel import expert_parallel_on_mesh
+    from jax_fp8gemm.moe._parallel.layer import expert_parallel_on_mesh
 
     expert_parallel_on_mesh.clear_cache()
     yield

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_fp8gemm import _environment, _ffi
+from jax_fp8gemm._runtime import environment, extension
 
 _PRELUDE = """\
 import importlib.util
@@ -22,7 +22,7 @@ ext.configure(source_dir={source_dir!r}, cache_dir={cache_dir!r}, nvrtc_paths={n
 
 def _has_nvrtc() -> bool:
     try:
-        _ffi.nvrtc()
+        extension.nvrtc()
     except RuntimeError:
         return False
     return True
@@ -39,9 +39,9 @@ def start(
 
     prelude = _PRELUDE.format(
         file=_ext.__file__,
-        source_dir=_environment.source_dir(),
+        source_dir=environment.source_dir(),
         cache_dir=str(cache_dir),
-        nvrtc_paths=_environment.nvrtc_paths() if nvrtc_paths is None else list(nvrtc_paths),
+        nvrtc_paths=environment.nvrtc_paths() if nvrtc_paths is None else list(nvrtc_paths),
     )
     return subprocess.Popen([sys.executable, "-c", prelude + textwrap.dedent(code)], **popen)
 

@@ -7,7 +7,7 @@ import reference
 from reference import E4M3, E5M2
 
 from jax_fp8gemm import ScaledArray
-from jax_fp8gemm._gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 
 FP8 = (E4M3, E5M2)
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, *FP8)

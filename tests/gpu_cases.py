@@ -18,7 +18,8 @@ import reference
 from jax import lax
 
 import jax_fp8gemm as jf
-from jax_fp8gemm import _ffi, _tile_choice, _tile_config
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import choose, tile_config
 
 IMPLEMENTATION = "cuda"
 ROWS, SQUARE = (1, 128), (128, 128)
@@ -90,7 +91,7 @@ def assert_same(actual: jax.Array, expected: jax.Array, what: str = "") -> None:
 FAMILY_CONFIGS = [
     (name, config)
     for name in FAMILIES
-    for config in _tile_config.configs(is_1d1d=name == "1d1d", with_clusters=True)
+    for config in tile_config.configs(is_1d1d=name == "1d1d", with_clusters=True)
 ]
 
 
@@ -102,7 +103,7 @@ def precompile() -> None:
 
 
 def compile_with(
-    config: _tile_config.TileConfig | None, function: Callable, *args, **jit_options
+    config: tile_config.TileConfig | None, function: Callable, *args, **jit_options
 ) -> Callable:
     """Compiles function(*args) with every product on `config`; None leaves the choice.
 
@@ -111,10 +112,10 @@ def compile_with(
     every comparison of configs pass.
     """
     fresh = lambda *xs: function(*xs)
-    forced = contextlib.nullcontext() if config is None else _tile_choice.override(config)
+    forced = contextlib.nullcontext() if config is None else choose.override(config)
     with forced:
         lowered = jax.jit(fresh, **jit_options).lower(*args)
-    targets = (_ffi.GEMM_TARGET, _ffi.GROUPED_GEMM_TARGET, _ffi.GROUPED_WGRAD_TARGET)
+    targets = (extension.GEMM_TARGET, extension.GROUPED_GEMM_TARGET, extension.GROUPED_WGRAD_TARGET)
     calls = re.findall(rf"custom_call @(?:{'|'.join(targets)})\(.*", lowered.as_text())
     assert calls, "the kernel is not in the program"
     for field in dataclasses.fields(config) if config else ():

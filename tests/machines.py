@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_fp8gemm import _ffi
+from jax_fp8gemm._runtime import extension
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -10,13 +10,18 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 @pytest.fixture(autouse=True)
 def fresh_answers():
     """Each test asks anew; nothing that it was told outlives it."""
-    caches = (_ffi.unavailable_reason, _ffi.warn_once, _ffi.num_sms, _ffi.check_cache_dir)
+    caches = (
+        extension.unavailable_reason,
+        extension.warn_once,
+        extension.num_sms,
+        extension.check_cache_dir,
+    )
     for cache in caches:
         cache.cache_clear()
     yield
     for cache in caches:
         cache.cache_clear()
-    _ffi._configure()
+    extension._configure()
 
 
 def device(name, compute_capability):

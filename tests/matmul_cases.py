@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from jax_fp8gemm import DEEPSEEK_V3, HYBRID, Recipe, _checks, matmul
+from jax_fp8gemm import DEEPSEEK_V3, HYBRID, Recipe, matmul
+from jax_fp8gemm._data import checks
 
 # f32 sums, then the rounding to the dtype; relative to the largest entry.
 TOLERANCE = {jnp.float32: 3e-6, jnp.bfloat16: 2**-8, jnp.float16: 2**-10}
@@ -63,7 +64,7 @@ def saved_residuals(function, *args):
     def trace(*args):
         _, pullback = jax.vjp(function, *args)
         leaves = [x for x in jax.tree.leaves(pullback) if hasattr(x, "shape")]
-        types.extend(_checks.short_type(x) for x in leaves if all(x is not arg for arg in args))
+        types.extend(checks.short_type(x) for x in leaves if all(x is not arg for arg in args))
 
     jax.eval_shape(trace, *args)
     return sorted(t for t in types if not t.startswith("s32"))

@@ -7,7 +7,7 @@ import jax
 import pytest
 from machines import H200, fresh_answers, pretend
 
-from jax_fp8gemm import _backend_info
+from jax_fp8gemm._runtime import backend_info
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 __all__ = ["fresh_answers"]  # a fixture of all tests here
@@ -20,7 +20,7 @@ def test_info_prints_every_part_and_the_reason():
     assert names == ["gpu", "driver", "nvrtc", "ffi_api", "jax", "cache_dir", "cuda kernels"]
     assert f"{_ext.XLA_FFI_API_MAJOR}.{_ext.XLA_FFI_API_MINOR} (this jaxlib: " in output
     assert jax.__version__ in output
-    reason = _backend_info.backend_info().reason
+    reason = backend_info.backend_info().reason
     assert ("off: " + reason if reason else "on") in output
 
 
@@ -37,10 +37,10 @@ def test_info_prints_every_part_and_the_reason():
 )  # fmt: skip
 def test_backend_info_tells_what_the_machine_has(monkeypatch, tmp_path, text, version):
     pretend(monkeypatch, H200)
-    monkeypatch.setattr(_backend_info, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(backend_info, "_DRIVER_FILE", tmp_path / "version")
     if text is not None:
         (tmp_path / "version").write_text(text)
-    info = _backend_info.backend_info()
+    info = backend_info.backend_info()
     assert info.gpu == "NVIDIA H200 (sm90, 108 SMs)"
     assert info.driver == f"{version} (CUDA 13.0)"
     assert info.nvrtc == "13.0 (libnvrtc.so.13)"

@@ -20,7 +20,8 @@ from benchmarks.reference import Reference, load_reference, summarise
 from benchmarks.tiles import parse_tile, with_tiles
 from benchmarks.timing import cupti, timer
 from benchmarks.timing.cupti import Activity
-from jax_fp8gemm import _ffi, _tile_config
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import tile_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -199,7 +200,9 @@ def test_results_go_to_a_folder_of_the_device():
 
 
 def test_refuses_where_the_kernels_do_not_run(monkeypatch, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: "needs an sm90a device; got no GPU")
+    monkeypatch.setattr(
+        extension, "unavailable_reason", lambda: "needs an sm90a device; got no GPU"
+    )
     assert benchmarks.main(["dense"]) == 1
     assert "needs an sm90a device; got no GPU. Nothing measured." in capsys.readouterr().out
 
@@ -224,7 +227,7 @@ def test_refuses_options_that_would_do_nothing(capsys):
 
 
 def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     times = iter([5.0, 10.0])  # ours, XLA's
     monkeypatch.setattr(cli, "measure", lambda call, repeat: fake_time(next(times))(call))
@@ -255,7 +258,7 @@ def test_cupti_times_jax_kernels():
 
 
 def test_tile_text_is_read_back():
-    for config in (*_tile_config.CONFIGS, *_tile_config.CLUSTER_CONFIGS):
+    for config in (*tile_config.CONFIGS, *tile_config.CLUSTER_CONFIGS):
         assert parse_tile(tile_text(config)) == config
 
 
@@ -279,6 +282,6 @@ def test_every_case_runs_with_every_tile():
     shapes = [Shape(128, 256, 512), Shape(64, 128, 256)]
     tiles = ["all", "192x128/64 w3 a1 s4 d2 c1x1"]
     rows = list(with_tiles(products.cases("dense", shapes), tiles))
-    num_tiles = len(_tile_config.CONFIGS) + len(_tile_config.CLUSTER_CONFIGS) + 1
+    num_tiles = len(tile_config.CONFIGS) + len(tile_config.CLUSTER_CONFIGS) + 1
     assert len(rows) == len(shapes) * num_tiles
     assert rows[-1].config == tiles[-1]

@@ -15,7 +15,8 @@ from benchmarks.peers.grouped import padded_groups, wgrad_peers
 from benchmarks.problem import GroupedShape, Shape
 from benchmarks.reference import Reference, load_reference, summarise
 from benchmarks.tiles import with_tiles
-from jax_fp8gemm import _ffi, _tile_config
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import tile_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -184,14 +185,14 @@ def test_every_case_runs_with_every_tile(family):
     cases = grouped.grouped_cases(family, [TINY])[:1]
     rows = list(with_tiles(cases, ["all"]))
     is_wgrad = family == "ragged_wgrad"
-    kind = _tile_config.GROUPED_CONTRACTION if is_wgrad else _tile_config.GROUPED_ROWS
-    tiles = _tile_config.configs(kind, is_1d1d=is_wgrad)
+    kind = tile_config.GROUPED_CONTRACTION if is_wgrad else tile_config.GROUPED_ROWS
+    tiles = tile_config.configs(kind, is_1d1d=is_wgrad)
     assert [row.config for row in rows] == [tile_text(tile) for tile in tiles]
     assert rows[-1].build().run().shape[-1] == 256
 
 
 def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     times = iter([5.0, 5.0, 10.0, 15.0])  # ours, twice; lax.ragged_dot's
     monkeypatch.setattr(cli, "measure", lambda call, repeat: fake_time(next(times))(call))

@@ -14,7 +14,7 @@ import jax_fp8gemm
 from benchmarks import cli
 from benchmarks.families import expert_parallel, fsdp, mesh
 from benchmarks.timing import timer
-from jax_fp8gemm import _ffi
+from jax_fp8gemm._runtime import extension
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -98,7 +98,7 @@ def test_layers_in_a_scan_train_as_in_bf16(two_devices):
 
 
 def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     monkeypatch.setattr(cli, "STACKS", (dataclasses.replace(TINY, sums="bf16"),))
     file = tmp_path / "fsdp.json"
@@ -155,7 +155,7 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
 
 
 def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     call = timer.Call(
         lambda: np.zeros(()), timer.jax_queue(), moved_bytes={"all-gather f32": 10**7}
@@ -175,7 +175,7 @@ def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("family", ["fsdp", "expert-parallel"])
 def test_refuses_one_device(family, monkeypatch, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     assert benchmarks.main([family]) == 1
     assert f"{family} needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out

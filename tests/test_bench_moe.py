@@ -18,7 +18,7 @@ from benchmarks.families import grouped_problem, moe
 from benchmarks.reference import load_reference
 from benchmarks.timing import timer
 from benchmarks.timing.cupti import Activity
-from jax_fp8gemm import _ffi
+from jax_fp8gemm._runtime import extension
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -105,7 +105,7 @@ def test_slow_calls_are_repeated_less(monkeypatch):
 
 
 def test_command_line_measures_every_layer(monkeypatch, capsys):
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
     monkeypatch.setattr(cli, "LAYERS", (TINY, TINY))
     monkeypatch.setattr(cli, "moe_case", {TINY: tiny_case()}.__getitem__)

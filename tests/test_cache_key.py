@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh
 from xla_options import QUICK_FLAGS
 
-from jax_fp8gemm import _cache_key, _ffi, quantize
+from jax_fp8gemm import quantize
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding import cache_tag
 
 _PROGRAM = pathlib.Path(__file__).with_name("cache_program.py")
 PROGRAMS = ("shard_map", "jit", "jit_without_address", "other_parameters")
@@ -66,18 +68,20 @@ def test_a_key_depends_on_the_implementation(monkeypatch):
     # As on a machine where the kernels run, and on one where they cannot.
     texts = set()
     for reason in (None, "no driver"):
-        monkeypatch.setattr("jax_fp8gemm._primitive._unusable_reason", lambda reason=reason: reason)
-        monkeypatch.setattr(_ffi, "warn_once", lambda reason: None)
+        monkeypatch.setattr(
+            "jax_fp8gemm._primitives.define._unusable_reason", lambda reason=reason: reason
+        )
+        monkeypatch.setattr(extension, "warn_once", lambda reason: None)
         texts.add(key_text(quantize, platform="cuda"))
     assert len(texts) == 2
 
 
 def test_a_key_depends_on_the_sources(monkeypatch):
     before = key_text(quantize)
-    monkeypatch.setattr(_cache_key, "_sources_digest", lambda: b"of another version")
+    monkeypatch.setattr(cache_tag, "_sources_digest", lambda: b"of another version")
     assert key_text(quantize) != before
 
 
 def test_a_parameter_without_a_repr_of_its_own_is_refused():
     with pytest.raises(AssertionError, match="object at 0x"):
-        _cache_key.tag([jnp.ones(())], object())
+        cache_tag.tag([jnp.ones(())], object())

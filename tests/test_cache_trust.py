@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from ext_program import needs_nvrtc, run
 
-from jax_fp8gemm import __main__, _backend_info, _environment, _ffi
+from jax_fp8gemm import __main__
+from jax_fp8gemm._runtime import backend_info, environment, extension
 
 pytest.importorskip("jax_fp8gemm._ext")
 
@@ -182,8 +183,8 @@ def test_an_entry_that_may_be_another_user_s_is_compiled_anew(
 @needs_root
 def test_users_read_what_an_administrator_compiled(good_entry):
     """Root fills a folder and opens it for reading; others find its kernels, and add none."""
-    nvrtc = Path(_ffi.nvrtc()[0])
-    for path in (nvrtc, Path(_environment.source_dir())):
+    nvrtc = Path(extension.nvrtc()[0])
+    for path in (nvrtc, Path(environment.source_dir())):
         if not all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents):
             pytest.skip(f"another user cannot read {path}")
     with tempfile.TemporaryDirectory() as shared:
@@ -208,17 +209,17 @@ def refused(cache, monkeypatch):
     """The package with a cache folder that it refuses."""
     cache.chmod(0o777)
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(cache))
-    _ffi.check_cache_dir.cache_clear()
-    _ffi._configure()
+    extension.check_cache_dir.cache_clear()
+    extension._configure()
     yield cache
     monkeypatch.undo()
-    _ffi.check_cache_dir.cache_clear()
-    _ffi._configure()
+    extension.check_cache_dir.cache_clear()
+    extension._configure()
 
 
 def test_a_refused_folder_is_one_warning(refused, recwarn):
     for _ in range(2):
-        _ffi.check_cache_dir()
+        extension.check_cache_dir()
     (warning,) = recwarn
     assert f"cache folder {refused}: others can write {refused} (mode 0777" in str(warning.message)
     assert "kernels are kept in memory only" in str(warning.message)
@@ -228,8 +229,8 @@ def test_a_refused_folder_is_one_warning(refused, recwarn):
 @pytest.mark.parametrize("is_warned", [False, True])
 def test_info_says_why_a_folder_is_refused(refused, is_warned):
     if is_warned:
-        _ffi.check_cache_dir()
-    info = _backend_info.backend_info().cache_dir
+        extension.check_cache_dir()
+    info = backend_info.backend_info().cache_dir
     assert info.startswith(f"none: others can write {refused} (mode 0777")
 
 

@@ -5,7 +5,8 @@ import pytest
 from errors import raises, without_annotation_checks
 
 import jax_fp8gemm as fp8
-from jax_fp8gemm import _checks, moe
+from jax_fp8gemm import moe
+from jax_fp8gemm._data import checks
 
 F8 = jnp.float8_e4m3fn
 
@@ -38,12 +39,12 @@ def struct(shape, dtype=jnp.float32):
     ],
 )
 def test_short_type_names_dtypes_as_xla_does(dtype, short):
-    assert _checks.short_type(struct((4096, 7168), dtype)) == f"{short}[4096,7168]"
+    assert checks.short_type(struct((4096, 7168), dtype)) == f"{short}[4096,7168]"
 
 
 def test_short_type_of_a_scalar_and_of_no_array():
-    assert _checks.short_type(np.float32(1)) == "f32[]"
-    assert _checks.short_type([1]) == "list"
+    assert checks.short_type(np.float32(1)) == "f32[]"
+    assert checks.short_type([1]) == "list"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_short_type_of_a_scalar_and_of_no_array():
     ],
 )
 def test_scale_shape(shape, block, expected):
-    assert _checks.scale_shape(shape, block) == expected
+    assert checks.scale_shape(shape, block) == expected
 
 
 def test_scale_of_the_wrong_shape_is_told_with_its_origin():
@@ -65,17 +66,17 @@ def test_scale_of_the_wrong_shape_is_told_with_its_origin():
         r"lhs f8e4m3fn\[4096,7168\]\); got f32\[4096,55\]"
     )
     with raises(ValueError, match=message):
-        _checks.check_scaled("gemm", "lhs", struct((4096, 7168), F8), struct((4096, 55)), (1, 128))
+        checks.check_scaled("gemm", "lhs", struct((4096, 7168), F8), struct((4096, 55)), (1, 128))
 
 
 def test_scale_of_the_wrong_dtype():
     values, scale = struct((128, 128), F8), struct((1, 1), jnp.bfloat16)
     with raises(ValueError, match=r"rhs_scale must be f32\[1,1\].*; got bf16\[1,1\]"):
-        _checks.check_scaled("gemm", "rhs", values, scale, (128, 128))
+        checks.check_scaled("gemm", "rhs", values, scale, (128, 128))
 
 
 def test_a_hint_is_a_sentence_behind_the_message():
-    check = lambda **hint: _checks.check_ndim("op", "x", struct((3,)), 2, "(m, k)", **hint)
+    check = lambda **hint: checks.check_ndim("op", "x", struct((3,)), 2, "(m, k)", **hint)
     with raises(ValueError, match=r"x must be \(m, k\); got x f32\[3\]$"):
         check()
     with raises(ValueError, match=r"; got x f32\[3\]\. Pad it\.$"):
@@ -85,13 +86,13 @@ def test_a_hint_is_a_sentence_behind_the_message():
 def test_an_implementation_of_another_type():
     for given in (jnp.ones(2), ["cuda"], 1):
         with raises(ValueError, match="quantize: implementation must be None, 'cuda' or 'xla'; "):
-            _checks.check_implementation("quantize", given)
+            checks.check_implementation("quantize", given)
 
 
 def test_values_that_are_not_fp8():
     with raises(TypeError, match=r"lhs must be f8e4m3fn or f8e5m2; got lhs bf16\[8,128\]"):
         values = struct((8, 128), jnp.bfloat16)
-        _checks.check_scaled("gemm", "lhs", values, struct((8, 1)), (1, 128))
+        checks.check_scaled("gemm", "lhs", values, struct((8, 1)), (1, 128))
 
 
 ROWS, MATRIX, MATRICES = jnp.ones((8, 128)), jnp.ones((128, 256)), jnp.ones((1, 128, 256))

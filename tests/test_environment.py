@@ -10,27 +10,28 @@ from pathlib import Path
 import ext_program
 import pytest
 
-from jax_fp8gemm import __main__, _backend_info, _environment, _ffi
+from jax_fp8gemm import __main__
+from jax_fp8gemm._runtime import backend_info, environment, extension
 
 
 @pytest.fixture(autouse=True)
 def restored_environment():
     """What a test told the extension goes with it: this ends after monkeypatch does."""
     yield
-    _ffi._configure()
+    extension._configure()
 
 
 def _info_of_cache():
     """As a process says whose environment is the present one."""
-    _ffi._configure()
-    return _backend_info.backend_info().cache_dir
+    extension._configure()
+    return backend_info.backend_info().cache_dir
 
 
 def test_the_environment_picks_one_nvrtc(monkeypatch):
     monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "/some/libnvrtc.so")
-    assert _environment.nvrtc_paths() == ["/some/libnvrtc.so"]
+    assert environment.nvrtc_paths() == ["/some/libnvrtc.so"]
     monkeypatch.delenv("JAX_FP8GEMM_NVRTC")
-    assert "libnvrtc.so.13" in _environment.nvrtc_paths()
+    assert "libnvrtc.so.13" in environment.nvrtc_paths()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_nvrtc_is_of_the_cuda_of_jax_where_wheels_of_both_are_installed(
     # Nothing else is there to be found.
     finder = importlib.machinery.PathFinder.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: finder(name, [str(tmp_path)]))
-    paths = _environment.nvrtc_paths()
+    paths = environment.nvrtc_paths()
     first, second = majors.split()
     assert paths[:2] == [str(tmp_path / "nvidia" / files[major]) for major in (first, second)]
     assert paths[2:4] == [f"libnvrtc.so.{first}", f"libnvrtc.so.{second}"]
@@ -56,18 +57,18 @@ def test_nvrtc_is_of_the_cuda_of_jax_where_wheels_of_both_are_installed(
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "/a")
-    assert _environment.cache_dir() == "/a"
+    assert environment.cache_dir() == "/a"
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "")
-    assert _environment.cache_dir() == ""
+    assert environment.cache_dir() == ""
     assert "memory only" in _info_of_cache()
     monkeypatch.delenv("JAX_FP8GEMM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert _environment.cache_dir() == "/x/jax_fp8gemm"
+    assert environment.cache_dir() == "/x/jax_fp8gemm"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/h")
-    assert _environment.cache_dir() == "/h/.cache/jax_fp8gemm"
+    assert environment.cache_dir() == "/h/.cache/jax_fp8gemm"
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "~/a")
-    assert _environment.cache_dir() == "/h/a"
+    assert environment.cache_dir() == "/h/a"
 
 
 def test_info_says_that_kernels_cannot_be_kept(monkeypatch, tmp_path):
@@ -85,7 +86,7 @@ def test_info_says_that_kernels_cannot_be_kept(monkeypatch, tmp_path):
 @pytest.mark.parametrize("value", ["", "0", "false", "No", "1", "true"])
 def test_the_environment_turns_reports_on(monkeypatch, value):
     monkeypatch.setenv("JAX_FP8GEMM_JIT_DEBUG", value)
-    assert _environment.is_debug() == (value in ("1", "true"))
+    assert environment.is_debug() == (value in ("1", "true"))
 
 
 def test_bench_says_what_it_needs(monkeypatch, capsys):
@@ -108,7 +109,7 @@ def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
     file.touch()
     for value, fault in ((str(file), "File exists"), ("", "empty")):
         monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", value)
-        _ffi._configure()
+        extension._configure()
         assert __main__.main(["precompile"]) == 1
         expected = f"must be a writable folder; got '{value}': {fault}"
         assert expected in capsys.readouterr().out
@@ -120,7 +121,7 @@ def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
 def test_precompile_without_nvrtc_says_so_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "/none/libnvrtc.so.13")
-    _ffi._configure()
+    extension._configure()
     assert __main__.main(["precompile"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("precompile needs NVRTC: NVRTC 12.4 or newer is needed and none of 1 ")
@@ -128,7 +129,7 @@ def test_precompile_without_nvrtc_says_so_once(monkeypatch, tmp_path, capsys):
 
 
 def test_the_kernel_sources_are_found():
-    names = {path.name for path in Path(_environment.source_dir()).glob("*.cuh")}
+    names = {path.name for path in Path(environment.source_dir()).glob("*.cuh")}
     assert {"gemm.cuh", "quantize.cuh"} <= names
 
 
@@ -136,18 +137,19 @@ def test_relative_paths_are_those_of_the_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_FP8GEMM_NVRTC", "lib/libnvrtc.so")
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", "cache")
-    assert _environment.nvrtc_paths() == [f"{tmp_path}/lib/libnvrtc.so"]
-    assert _environment.cache_dir() == f"{tmp_path}/cache"
+    assert environment.nvrtc_paths() == [f"{tmp_path}/lib/libnvrtc.so"]
+    assert environment.cache_dir() == f"{tmp_path}/cache"
 
 
 # Bytes of no UTF-8, which Linux takes in any name
 
 _NVRTC_PROGRAM = """
 import jax_fp8gemm
-from jax_fp8gemm import __main__, _ffi, _jit
+from jax_fp8gemm import __main__
+from jax_fp8gemm._runtime import precompile
 config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 try:
-    print("cached:", _jit.compile_quantize(config).cached)
+    print("cached:", precompile.compile_quantize(config).cached)
 except RuntimeError as error:
     print(error)
 __main__.main(["info"])
@@ -168,8 +170,8 @@ def _run_with(variables):
 def test_names_need_not_be_utf8(tmp_path):
     home = os.fsencode(tmp_path) + b"/h\xf6me"
     os.mkdir(home)
-    os.symlink(os.path.dirname(_ffi.nvrtc()[0]), home + b"/\xff")
-    library = home + b"/\xff/" + os.path.basename(os.fsencode(_ffi.nvrtc()[0]))
+    os.symlink(os.path.dirname(extension.nvrtc()[0]), home + b"/\xff")
+    library = home + b"/\xff/" + os.path.basename(os.fsencode(extension.nvrtc()[0]))
     variables = dict(
         HOME=home,
         CUDA_HOME=home + b"/cuda",
@@ -204,11 +206,11 @@ def test_names_in_errors_need_not_be_utf8(tmp_path):
     ],
 )
 def test_a_name_in_an_error_is_utf8_and_the_rest_escaped(path, expected):
-    ext = _ffi.extension()
+    ext = extension.extension()
     ext.configure(
         source_dir=b"/", cache_dir="", nvrtc_paths=[path], is_debug=False, dump_dir=Path("/")
     )
     with pytest.raises(RuntimeError) as error:
         ext.nvrtc_info()
     assert f"works: {expected}: " in str(error.value)
-    assert _environment.printable(os.fsdecode(path)) == expected
+    assert environment.printable(os.fsdecode(path)) == expected

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
 
-from jax_fp8gemm._exchange import NAMES, choose_exchange, make_exchange
+from jax_fp8gemm.moe._parallel.exchange import NAMES, choose_exchange, make_exchange
 
 SIZE, TOKENS, TOP_K, D = 4, 24, 2, 3
 

@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 from test_moe import TOLERANCE, expert, random
 
-from jax_fp8gemm import BF16, DEEPSEEK_V3, _exchange, _expert_parallel, quantize
-from jax_fp8gemm._exchange import NAMES
+from jax_fp8gemm import BF16, DEEPSEEK_V3, quantize
 from jax_fp8gemm.moe import moe_layer, route
+from jax_fp8gemm.moe._parallel import exchange as _exchange
+from jax_fp8gemm.moe._parallel import layer as _expert_parallel
+from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 M, E, TOP_K, D, F = 64, 8, 2, 128, 64

@@ -14,10 +14,11 @@ from test_expert_parallel import vjp
 from test_mesh_gpu import all_gpus, place
 
 from benchmarks.families.mesh import moved_bytes
-from jax_fp8gemm import _exchange, _expert_parallel
-from jax_fp8gemm._exchange import NAMES
-from jax_fp8gemm._recipe import BF16, DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.recipe import BF16, DEEPSEEK_V3, Recipe
 from jax_fp8gemm.moe import moe_layer, route
+from jax_fp8gemm.moe._parallel import exchange as _exchange
+from jax_fp8gemm.moe._parallel import layer as _expert_parallel
+from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 pytestmark = pytest.mark.gpu
 

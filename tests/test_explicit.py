@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 
 from jax_fp8gemm import Recipe, dot_general, matmul, quantize, ragged_dot, ragged_dot_general
-from jax_fp8gemm._explicit import reshape, reshaped_spec
+from jax_fp8gemm._sharding.explicit_axes import reshape, reshaped_spec
 
 EXACT = Recipe(pow2_scale=True)
 M, K, N, FIRST = 8, 8, 16, 3  # FIRST: rows, or columns of lhs, in the first of two groups

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from machines import H200, device, fresh_answers, pretend
 
-from jax_fp8gemm import EXPORT_CHECKS, _backend_info, _environment, _ffi, _jit
+from jax_fp8gemm import EXPORT_CHECKS
+from jax_fp8gemm._runtime import backend_info, extension, precompile
+from jax_fp8gemm._runtime import environment as _environment
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 __all__ = ["fresh_answers"]  # a fixture of all tests here
@@ -25,13 +27,13 @@ _QUANTIZE_ROW = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 def test_the_targets_have_the_three_stages():
     registrations = _ext.registrations()
     assert set(registrations) == {
-        _ffi.GEMM_TARGET,
-        _ffi.GROUPED_GEMM_TARGET,
-        _ffi.GROUPED_WGRAD_TARGET,
-        _ffi.QUANTIZE_TARGET,
-        _ffi.SWIGLU_QUANTIZE_TARGET,
-        _ffi.SWIGLU_GRAD_QUANTIZE_TARGET,
-        _ffi.GATHER_QUANTIZE_TARGET,
+        extension.GEMM_TARGET,
+        extension.GROUPED_GEMM_TARGET,
+        extension.GROUPED_WGRAD_TARGET,
+        extension.QUANTIZE_TARGET,
+        extension.SWIGLU_QUANTIZE_TARGET,
+        extension.SWIGLU_GRAD_QUANTIZE_TARGET,
+        extension.GATHER_QUANTIZE_TARGET,
     }
     checks = map(jax.export.DisabledSafetyCheck.custom_call, registrations)
     assert set(EXPORT_CHECKS) == set(checks)
@@ -41,26 +43,26 @@ def test_the_targets_have_the_three_stages():
 
 
 def test_registering_again_changes_nothing():
-    _ffi.register()
+    extension.register()
 
 
 def test_the_runtime_api_version_is_read_from_the_headers_of_jaxlib():
-    major, minor = _ffi._runtime_api()
+    major, minor = extension._runtime_api()
     assert major == 0 and minor >= 3
     assert (_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR) <= (major, minor)
 
 
 def test_a_jaxlib_older_than_the_extension_is_refused(monkeypatch):
-    assert _ffi._api_fault(0, 3, 0, 3) is None
-    assert _ffi._api_fault(0, 3, 0, 5) is None
-    fault = _ffi._api_fault(0, 4, 0, 3)
+    assert extension._api_fault(0, 3, 0, 3) is None
+    assert extension._api_fault(0, 3, 0, 5) is None
+    fault = extension._api_fault(0, 4, 0, 3)
     assert re.search(r"built for XLA FFI API 0\.4 and this jaxlib provides 0\.3\. Update", fault)
-    assert _ffi._api_fault(1, 0, 0, 9) is not None
+    assert extension._api_fault(1, 0, 0, 9) is not None
 
-    monkeypatch.setattr(_ext, "XLA_FFI_API_MINOR", _ffi._runtime_api()[1] + 1)
+    monkeypatch.setattr(_ext, "XLA_FFI_API_MINOR", extension._runtime_api()[1] + 1)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", pytest.fail)
-    _ffi.register()  # registers nothing: XLA's backend would not start
-    assert "XLA FFI API" in _ffi.unavailable_reason()
+    extension.register()  # registers nothing: XLA's backend would not start
+    assert "XLA FFI API" in extension.unavailable_reason()
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,9 @@ def test_unavailable_reason_names_what_is_wrong(monkeypatch, machine, reason):
     machine = dict(machine)
     pretend(monkeypatch, *machine.pop("devices"), **machine)
     if reason is None:
-        assert _ffi.unavailable_reason() is None
+        assert extension.unavailable_reason() is None
     else:
-        assert re.search(reason, _ffi.unavailable_reason())
+        assert re.search(reason, extension.unavailable_reason())
 
 
 def test_without_a_driver_the_reason_says_so_and_132_sms_are_assumed(monkeypatch):
@@ -95,36 +97,40 @@ def test_without_a_driver_the_reason_says_so_and_132_sms_are_assumed(monkeypatch
         raise RuntimeError("no NVIDIA driver: cannot open libcuda.so.1")
 
     monkeypatch.setattr(_ext, "device_info", no_driver)
-    assert _ffi.unavailable_reason() == "no NVIDIA driver: cannot open libcuda.so.1"
-    assert _ffi.num_sms() == 132
+    assert extension.unavailable_reason() == "no NVIDIA driver: cannot open libcuda.so.1"
+    assert extension.num_sms() == 132
 
 
 def test_num_sms_is_the_first_device_s(monkeypatch):
     pretend(monkeypatch, device("NVIDIA H100 PCIe", (9, 0)))
-    assert _ffi.num_sms() == 108
+    assert extension.num_sms() == 108
 
 
 def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(_ffi, "_ext", None)
-    monkeypatch.setattr(_ffi, "_ext_fault", "No module named '_ext'", raising=False)
-    assert re.search(r"cannot be imported \(No module .*pip install", _ffi.unavailable_reason())
-    assert _ffi.num_sms() == 132
+    monkeypatch.setattr(extension, "_ext", None)
+    monkeypatch.setattr(extension, "_ext_fault", "No module named '_ext'", raising=False)
+    assert re.search(
+        r"cannot be imported \(No module .*pip install", extension.unavailable_reason()
+    )
+    assert extension.num_sms() == 132
     with pytest.raises(RuntimeError, match="cannot be imported"):
-        _jit.compile_gemm({})
-    assert "off: the extension" in str(_backend_info.backend_info())
+        precompile.compile_gemm({})
+    assert "off: the extension" in str(backend_info.backend_info())
 
 
 def test_a_jaxlib_without_headers_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     assert (
-        _ffi.unavailable_reason() == f"jaxlib must have its header {header}; got No such file "
+        extension.unavailable_reason() == f"jaxlib must have its header {header}; got No such file "
         "or directory"
     )
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 0\n")
-    _ffi.unavailable_reason.cache_clear()
-    assert "must define XLA_FFI_API_MAJOR and _MINOR; got ['0']" in str(_ffi.unavailable_reason())
+    extension.unavailable_reason.cache_clear()
+    assert "must define XLA_FFI_API_MAJOR and _MINOR; got ['0']" in str(
+        extension.unavailable_reason()
+    )
 
 
 # Stand-ins for what a machine may have
@@ -192,7 +198,7 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
 
     info = dict(cuda_version=(13, 0), devices=[H200])
     monkeypatch.setattr(_ext, "device_info", lambda: info)
-    assert "none of 2 candidates works" in _ffi.unavailable_reason()
+    assert "none of 2 candidates works" in extension.unavailable_reason()
     with pytest.raises(RuntimeError, match="none of 2 candidates works"):
         _ext.compile_quantize(_QUANTIZE_ROW)
 
@@ -226,7 +232,7 @@ def test_an_old_nvrtc_is_refused_with_its_version(tmp_path):
 @pytest.fixture
 def quantize_on_cpu():
     """Calls the handlers of jax_fp8gemm_quantize in mode "row" through XLA:CPU."""
-    stages = _ext.registrations()[_ffi.QUANTIZE_TARGET]
+    stages = _ext.registrations()[extension.QUANTIZE_TARGET]
     target = "jax_fp8gemm_quantize_on_cpu"
     stages = {stage: stages[stage] for stage in ("instantiate", "execute")}
     jax.ffi.register_ffi_target(target, stages, platform="cpu")
@@ -289,19 +295,19 @@ def test_instantiate_without_nvrtc_is_an_error_each_time(quantize_on_cpu):
 
 def test_the_fallback_is_warned_of_once_for_each_reason():
     with pytest.warns(RuntimeWarning, match="reference runs instead: no luck$"):
-        _ffi.warn_once("no luck")
+        extension.warn_once("no luck")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _ffi.warn_once("no luck")
+        extension.warn_once("no luck")
     with pytest.warns(RuntimeWarning, match="another"):
-        _ffi.warn_once("another")
+        extension.warn_once("another")
 
 
 def test_an_unusable_cache_folder_is_only_a_warning(monkeypatch, tmp_path):
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("JAX_FP8GEMM_CACHE_DIR", str(blocker / "cache"))
-    _ffi._configure()
+    extension._configure()
     pretend(monkeypatch, H200)
     with pytest.warns(RuntimeWarning, match=f"cache folder {blocker}/cache: .*in memory only"):
-        assert _ffi.unavailable_reason() is None
+        assert extension.unavailable_reason() is None

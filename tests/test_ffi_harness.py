@@ -19,7 +19,8 @@ import launch_model
 import nvrtc_check
 import pytest
 
-from jax_fp8gemm import _environment, _ffi
+from jax_fp8gemm._runtime import environment as _environment
+from jax_fp8gemm._runtime import extension
 
 pytestmark = pytest.mark.skipif(
     not builder.FFI.exists(), reason="needs the checkout that the tests came from"
@@ -146,7 +147,7 @@ def test_launches_are_what_follows_from_shapes_and_config(launches, op):
 
 def _nvrtc_path():
     try:
-        return _ffi.nvrtc()[0]
+        return extension.nvrtc()[0]
     except RuntimeError as error:
         pytest.skip(str(error))
 

@@ -14,7 +14,7 @@ from meshes import collectives, mesh
 from reference import assert_same_bits
 
 from jax_fp8gemm import ScaledArray
-from jax_fp8gemm._gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 
 SIZES, FIRST_ROW = (60, 0, 130), 10
 

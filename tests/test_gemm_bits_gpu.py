@@ -12,7 +12,8 @@ import second_stream
 from gpu_cases import FAMILIES
 
 import jax_fp8gemm as jf
-from jax_fp8gemm import _ffi, _tile_config
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import tile_config
 
 pytestmark = pytest.mark.gpu
 
@@ -68,14 +69,14 @@ def test_every_config_gives_the_same_bits(family, config):
     gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected, f"{config} accumulating")
 
 
-@pytest.mark.parametrize("config", _tile_config.configs(is_1d1d=True), ids=str)
+@pytest.mark.parametrize("config", tile_config.configs(is_1d1d=True), ids=str)
 def test_tiles_cut_for_the_last_round_give_the_same_bits(config):
     """Two rounds of tiles but for four, which are cut where a tile has several consumers; the last
     row of tiles is short, and so is the last column."""
-    num_row_tiles = _ffi.num_sms() + 2
+    num_row_tiles = extension.num_sms() + 2
     m, n, k = num_row_tiles * config.block_m - 40, 2 * config.block_n - 8, 520
     lhs, rhs = gpu_cases.operands(8, (m, n, k), FAMILIES["1d1d"])
-    one_consumer = _tile_config.TileConfig(64, 16, 16, 1, 4, 20, 0)
+    one_consumer = tile_config.TileConfig(64, 16, 16, 1, 4, 20, 0)
     expected = gpu_cases.compile_with(one_consumer, gpu_cases.multiply, lhs, rhs)(lhs, rhs)
     gpu_cases.assert_model_predicts(expected, lhs, rhs)
     for out_dtype in OUT_DTYPES:

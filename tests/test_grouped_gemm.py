@@ -31,7 +31,7 @@ from grouped_cases import (
 from hypothesis import given, settings
 
 from jax_fp8gemm import ScaledArray, quantize, scaled_matmul, scaled_ragged_dot
-from jax_fp8gemm._grouped_gemm import grouped_gemm
+from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 
 dot_f32 = functools.partial(scaled_ragged_dot, out_dtype=jnp.float32)
 jitted_dot = jax.jit(dot_f32)

@@ -13,7 +13,8 @@ import second_stream
 from gpu_cases import E4M3, E5M2, assert_same, bits
 
 import jax_fp8gemm as jf
-from jax_fp8gemm import _groups, _tile_config
+from jax_fp8gemm._data import groups
+from jax_fp8gemm._tuning import tile_config
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,7 @@ def _normal(shape, seed):
 
 
 def _ranges(sizes, m):
-    starts, ends = _groups.row_ranges(jnp.asarray(sizes), jnp.zeros((1,), jnp.int32), m)
+    starts, ends = groups.row_ranges(jnp.asarray(sizes), jnp.zeros((1,), jnp.int32), m)
     return list(zip(np.asarray(starts), np.asarray(ends), strict=True))
 
 
@@ -90,7 +91,7 @@ def test_groups_of_rows_have_the_bits_of_their_own_products(sizes, m, n, k, out_
     assert not np.any(np.asarray(bits(out[ranges[-1][1] :])))
 
 
-@pytest.mark.parametrize("config", _tile_config.GROUPED_CONFIGS[1], ids=str)
+@pytest.mark.parametrize("config", tile_config.GROUPED_CONFIGS[1], ids=str)
 def test_every_config_of_rows_gives_the_same_bits(config):
     m, n, k = 1004, 640, 1536
     lhs = jf.quantize(_normal((m, k), 0))
@@ -118,8 +119,8 @@ def test_tiles_of_every_height_give_the_same_bits(formats, out_dtype, rest):
     wide, narrow = (
         gpu_cases.compile_with(config, call, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
         for config in (
-            _tile_config.TileConfig(128, 256, 128, 2, 1, 3, 4),
-            _tile_config.TileConfig(64, 128, 64, 1, 2, 8, 0),
+            tile_config.TileConfig(128, 256, 128, 2, 1, 3, 4),
+            tile_config.TileConfig(64, 128, 64, 1, 2, 8, 0),
         )
     )
     assert_same(wide, narrow)
@@ -156,7 +157,7 @@ def test_ragged_columns_have_the_bits_of_the_reference(sizes, m, k, dtype):
 
 
 @sizes_cases
-@pytest.mark.parametrize("config", [None, *_tile_config.configs(2, is_1d1d=True)], ids=str)
+@pytest.mark.parametrize("config", [None, *tile_config.configs(2, is_1d1d=True)], ids=str)
 @pytest.mark.parametrize("out", ["bf16", "f32", "accumulate"])
 def test_weight_gradients_have_the_bits_of_their_own_products(sizes, config, out):
     m, n, tokens, g = 320, 264, M, 8

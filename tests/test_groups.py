@@ -11,7 +11,7 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_fp8gemm import _groups
+from jax_fp8gemm._data import groups as _groups
 
 INT32 = np.iinfo(np.int32)
 # One program each, whatever the sizes.

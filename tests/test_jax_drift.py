@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_fp8gemm
-from jax_fp8gemm import _jax_drift
+from jax_fp8gemm._data import jax_drift
 
 TESTS = Path(__file__).parent
 # Each private name, and what is left of products over several devices without it.
@@ -55,21 +55,21 @@ def test_a_private_name_that_is_gone(without_each, name):
     assert re.fullmatch(GONE[name], found["mesh"]), found
 
 
-@pytest.mark.parametrize("path", _jax_drift._NEEDED)
+@pytest.mark.parametrize("path", jax_drift._NEEDED)
 def test_an_undocumented_name_that_is_gone(monkeypatch, path):
     owner, _, name = path.rpartition(".")
-    monkeypatch.delattr(_jax_drift.optional(owner), name)
+    monkeypatch.delattr(jax_drift.optional(owner), name)
     message = (
         rf"jax_fp8gemm: jax must have {re.escape(path)}; got jax {re.escape(jax.__version__)}\. "
         r"The package is tested with jax 0\.10\.2 to [\d.]+: install one of these, or a newer"
     )
     with pytest.raises(ImportError, match=message):
-        importlib.reload(_jax_drift)
+        importlib.reload(jax_drift)
 
 
 def test_a_module_that_is_gone():
-    assert _jax_drift.optional("jax._src.no_module.name") is None
-    assert _jax_drift.optional("jax.numpy.no_module.name", 3) == 3
+    assert jax_drift.optional("jax._src.no_module.name") is None
+    assert jax_drift.optional("jax.numpy.no_module.name", 3) == 3
 
 
 def test_a_second_import_takes_over(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_second_import_takes_over(monkeypatch):
     first = [name for name in sys.modules if name.split(".")[0] == "jax_fp8gemm"]
     for name in first:
         monkeypatch.delitem(sys.modules, name)
-    registered = _jax_drift.optional("jax._src.export._export.deserialization_registry")
+    registered = jax_drift.optional("jax._src.export._export.deserialization_registry")
     name = "jax_fp8gemm.ScaledArray"
     monkeypatch.setitem(registered, name, registered[name])
     second = importlib.import_module("jax_fp8gemm")

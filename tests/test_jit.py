@@ -11,7 +11,8 @@ import time
 import ext_program
 import pytest
 
-from jax_fp8gemm import _environment, _jit, _kernels, _quantize_config, _tile_config
+from jax_fp8gemm._runtime import environment, precompile
+from jax_fp8gemm._tuning import all_kernels, quantize_config, tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -25,9 +26,9 @@ _KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
     """Points the JIT at `cache_dir` and empties its memory."""
     _ext.configure(
-        source_dir=str(source_dir or _environment.source_dir()),
+        source_dir=str(source_dir or environment.source_dir()),
         cache_dir=str(cache_dir),
-        nvrtc_paths=_environment.nvrtc_paths(),
+        nvrtc_paths=environment.nvrtc_paths(),
         is_debug=is_debug,
         dump_dir=str(dump_dir),
     )
@@ -38,7 +39,7 @@ def cache_dir(tmp_path):
     """An empty cache folder, in use; the settings of the session come back afterwards."""
     _configure(tmp_path / "cache")
     yield tmp_path / "cache"
-    _configure(_environment.cache_dir())
+    _configure(environment.cache_dir())
 
 
 def _compile():
@@ -94,7 +95,7 @@ def test_without_a_disk_cache_memory_goes_on(cache_dir):
 )
 def test_tiles_of_no_kernel_are_refused(tile, how, rule):
     flags = dict.fromkeys(("is_1d1d", "out_f32", "accumulate", "lhs_e5m2", "rhs_e5m2"), False)
-    config = _tile_config.TileConfig(*tile).attributes(**(flags | how), num_sms=1)
+    config = tile_config.TileConfig(*tile).attributes(**(flags | how), num_sms=1)
     with pytest.raises(ValueError, match=rule):
         _ext.compile_gemm(config)
 
@@ -138,7 +139,7 @@ def test_an_entry_that_cannot_be_read_is_compiled_again(cache_dir):
 def test_a_changed_source_is_another_entry(cache_dir, tmp_path):
     _compile()
     source_dir = tmp_path / "cuda"
-    shutil.copytree(_environment.source_dir(), source_dir)
+    shutil.copytree(environment.source_dir(), source_dir)
     for edit in ("\n// changed\n", "\n// changed again\n"):
         with open(source_dir / "quantize.cuh", "a") as file:
             file.write(edit)
@@ -182,7 +183,7 @@ def test_processes_race_on_one_cache(tmp_path):
     try:
         assert _compile()["from_disk"]
     finally:
-        _configure(_environment.cache_dir())
+        _configure(environment.cache_dir())
     assert outputs == {f"{_compile()['name']} {_compile()['cubin_bytes']}\n".encode()}
 
 
@@ -250,23 +251,25 @@ def compile_all():
 
 
 def test_no_gemm_kernel_spills_or_loses_its_registers(compile_all):
-    reports = compile_all(_jit.compile_gemm, list(_kernels.gemm_kernels(132, with_clusters=True)))
+    reports = compile_all(
+        precompile.compile_gemm, list(all_kernels.gemm_kernels(132, with_clusters=True))
+    )
     assert len({report.name for report in reports}) == len(reports) > 0
     _assert_clean(reports)
 
 
 def test_formats_do_not_change_what_ptxas_says(compile_all):
-    most = max(config.block_m * config.block_n for config in _tile_config.CONFIGS)
-    kernels = _kernels.gemm_kernels(132, all_formats=True, with_clusters=True)
+    most = max(config.block_m * config.block_n for config in tile_config.CONFIGS)
+    kernels = all_kernels.gemm_kernels(132, all_formats=True, with_clusters=True)
     large = [k for k in kernels if k["block_m"] * k["block_n"] == most and not k["out_f32"]]
     assert len({(k["grouping"], k["lhs_e5m2"], k["rhs_e5m2"]) for k in large}) == 12
-    _assert_clean(compile_all(_jit.compile_gemm, large))
+    _assert_clean(compile_all(precompile.compile_gemm, large))
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=("e4m3", "e5m2 and powers of two"))
 def test_no_quantize_kernel_spills(compile_all, is_other):
-    kernels = list(_quantize_config.kernel_configs(e5m2=is_other, pow2_scale=is_other))
-    reports = compile_all(_jit.compile_quantize, kernels)
+    kernels = list(quantize_config.kernel_configs(e5m2=is_other, pow2_scale=is_other))
+    reports = compile_all(precompile.compile_quantize, kernels)
     assert len({report.name for report in reports}) == len(reports)
     for op in ("quantize", "swiglu_quantize", "swiglu_grad_quantize"):
         assert any(report.name.startswith(f"{op}_row_column_") for report in reports) == (

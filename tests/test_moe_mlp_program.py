@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_cases import SIZES, D, F, G, M, assert_close, problem, run, truth, vjp
 
-from jax_fp8gemm import CHECKPOINT_NAMES, DEEPSEEK_V3, _checks
+from jax_fp8gemm import CHECKPOINT_NAMES, DEEPSEEK_V3
+from jax_fp8gemm._data import checks
 from jax_fp8gemm.moe import moe_mlp
 
 # What is computed and kept
@@ -76,7 +77,7 @@ def saved_residuals(*operands):
     mlp = lambda *args: moe_mlp(*args, jnp.asarray(SIZES))
     pullback = jax.eval_shape(lambda *args: jax.vjp(mlp, *args)[1], *operands)
     leaves = [x for x in jax.tree.leaves(pullback) if x.dtype != jnp.int32]
-    return sorted(map(_checks.short_type, leaves))
+    return sorted(map(checks.short_type, leaves))
 
 
 T = (M + 127 * G) // 128 * 128  # columns that hold the rows of all groups

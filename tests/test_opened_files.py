@@ -5,7 +5,7 @@ import os
 import pytest
 from ext_program import needs_nvrtc, run
 
-from jax_fp8gemm import _environment, _ffi
+from jax_fp8gemm._runtime import environment, extension
 
 pytest.importorskip("jax_fp8gemm._ext")
 
@@ -29,12 +29,12 @@ except RuntimeError as error:
 
 
 def test_a_link_to_nvrtc_is_followed_and_a_fifo_beside_it_left_alone(tmp_path):
-    (tmp_path / "libnvrtc.so").symlink_to(_ffi.nvrtc()[0])
+    (tmp_path / "libnvrtc.so").symlink_to(extension.nvrtc()[0])
     os.mkfifo(tmp_path / "libnvrtc-builtins.so.0")
     status, output, error = run(
         "print(*ext.nvrtc_info()[1:])", nvrtc_paths=[str(tmp_path / "libnvrtc.so")]
     )
-    assert status == 0 and output.split() == [str(part) for part in _ffi.nvrtc()[1:]], error
+    assert status == 0 and output.split() == [str(part) for part in extension.nvrtc()[1:]], error
 
 
 _NAME = "quantize_row_bf16_e4m3"
@@ -46,7 +46,7 @@ ext.compile_quantize(dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, sourc
 
 def _dump(dump_dir):
     """Dumps one kernel; returns the warnings."""
-    code = _DUMP.format(_environment.source_dir(), _environment.nvrtc_paths(), str(dump_dir))
+    code = _DUMP.format(environment.source_dir(), environment.nvrtc_paths(), str(dump_dir))
     status, _, error = run(code)
     assert status == 0, error
     return error.splitlines()

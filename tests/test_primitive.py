@@ -16,13 +16,13 @@ from jax_fp8gemm import (
     FallbackWarning,
     Recipe,
     ScaledArray,
-    _ffi,
-    _primitive,
     matmul,
     quantize,
     quantize_both,
     scaled_matmul,
 )
+from jax_fp8gemm._primitives import define
+from jax_fp8gemm._runtime import extension
 from jax_fp8gemm.moe import moe_layer
 
 M, N, K = 256, 384, 512
@@ -64,7 +64,7 @@ MODE = {"row": 0, "column": 1, "row_column": 2, "block": 3, "block_transposed": 
 def test_quantize_is_one_custom_call(function, mode):
     function = functools.partial(function, dtype=jnp.float8_e5m2, pow2_scale=True)
     ((target, config, _),) = custom_calls(cuda_text(function, struct(M, K)))
-    assert target == _ffi.QUANTIZE_TARGET
+    assert target == extension.QUANTIZE_TARGET
     # input 0: bf16; source 0: x itself.
     expected = dict(mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0, source=0)
     assert config == expected
@@ -96,7 +96,9 @@ def test_a_batch_of_square_blocks_is_one_custom_call(rows):
 
 def test_forward_is_three_custom_calls():
     calls = custom_calls(cuda_text(matmul, struct(M, K), struct(K, N)))
-    assert [target for target, *_ in calls] == [_ffi.QUANTIZE_TARGET] * 2 + [_ffi.GEMM_TARGET]
+    assert [target for target, *_ in calls] == [extension.QUANTIZE_TARGET] * 2 + [
+        extension.GEMM_TARGET
+    ]
     assert [config["mode"] for _, config, _ in calls[:2]] == [MODE["row"], MODE["block_transposed"]]
     config = calls[2][1]
     assert (config["is_1d1d"], config["out_f32"], config["accumulate"]) == (0, 0, 0)
@@ -107,10 +109,10 @@ def test_backward_with_e5m2_cotangents():
         lambda *x: matmul(*x, recipe=Recipe(bwd="e5m2")).astype(jnp.float32).sum(), (0, 1)
     )
     calls = custom_calls(cuda_text(gradient, struct(M, K), struct(K, N)))
-    modes = [config["mode"] for target, config, _ in calls if target == _ffi.QUANTIZE_TARGET]
+    modes = [config["mode"] for target, config, _ in calls if target == extension.QUANTIZE_TARGET]
     # Only gradients are wanted: the forward product goes, and what only it reads.
     assert modes == [MODE["column"], MODE["block"], MODE["row_column"]]
-    gemms = [config for target, config, _ in calls if target == _ffi.GEMM_TARGET]
+    gemms = [config for target, config, _ in calls if target == extension.GEMM_TARGET]
     formats = [(c["is_1d1d"], c["lhs_e5m2"], c["rhs_e5m2"]) for c in gemms]
     assert formats == [(0, 1, 0), (1, 0, 1)]
 
@@ -141,7 +143,7 @@ def test_ragged_k_and_n_are_padded_to_what_the_kernel_takes(k, n, padded):
 @pytest.mark.parametrize("m, n, k", [(0, 8, 16), (8, 0, 16), (8, 8, 0)])
 def test_empty_extents_call_no_kernel(m, n, k):
     text = cuda_text(matmul, struct(m, k), struct(k, n))
-    assert _ffi.GEMM_TARGET not in text
+    assert extension.GEMM_TARGET not in text
 
 
 def test_xla_implementation_calls_no_kernel():
@@ -154,7 +156,7 @@ def test_vmap_of_one_operand_is_one_product(batched):
     in_axes = (0, None) if batched == "lhs" else (None, 0)
     args = [struct(*((3,) if d == 0 else ()), *s) for d, s in zip(in_axes, [(M, K), (K, N)])]  # noqa: B905
     calls = custom_calls(cuda_text(jax.vmap(matmul, in_axes), *args))
-    assert [target for target, *_ in calls].count(_ffi.GEMM_TARGET) == 1
+    assert [target for target, *_ in calls].count(extension.GEMM_TARGET) == 1
 
 
 def test_export_for_cuda_from_any_machine():
@@ -175,7 +177,7 @@ def test_export_for_cuda_of_all_kernels():
         jax.jit(gradients), platforms=("cuda",), disabled_checks=EXPORT_CHECKS
     )(*args)
     text = exported.mlir_module()
-    for target in (_ffi.GROUPED_WGRAD_TARGET, _ffi.SWIGLU_GRAD_QUANTIZE_TARGET):
+    for target in (extension.GROUPED_WGRAD_TARGET, extension.SWIGLU_GRAD_QUANTIZE_TARGET):
         assert target in text
 
 
@@ -200,7 +202,7 @@ def test_cuda_implementation_raises_on_cpu():
 
 @on_cpu
 def test_fallback_warns_once_and_says_why():
-    _ffi.warn_once.cache_clear()
+    extension.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quantize(jnp.ones((2, 33)))
@@ -212,16 +214,16 @@ def test_fallback_warns_once_and_says_why():
 
 @on_cpu
 def test_asking_for_the_reference_does_not_warn():
-    _ffi.warn_once.cache_clear()
+    extension.warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         matmul(jnp.ones((2, 35)), jnp.ones((35, 3)), implementation="xla")
 
 
 def test_gpu_without_the_kernels_falls_back_when_lowering(monkeypatch):
-    monkeypatch.setattr(_primitive, "_has_gpu", lambda: True)
-    monkeypatch.setattr(_ffi, "unavailable_reason", lambda: "needs an sm90a device; got A100")
-    _ffi.warn_once.cache_clear()
+    monkeypatch.setattr(define, "_has_gpu", lambda: True)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: "needs an sm90a device; got A100")
+    extension.warn_once.cache_clear()
     with pytest.warns(FallbackWarning, match="needs an sm90a device; got A100"):
         assert custom_calls(cuda_text(quantize, struct(3, 77))) == []
     with raises(RuntimeError, match="implementation='cuda' must be .*; got: needs an sm90a"):

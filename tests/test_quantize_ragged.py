@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from xla_options import AS_USERS_DO
 
 from jax_fp8gemm import quantize_ragged
-from jax_fp8gemm._quantize_ragged import ragged_columns, rows_and_ragged_columns
+from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORMATS = list(itertools.product([E4M3, E5M2], [False, True]))

@@ -19,7 +19,7 @@ from benchmarks.scaling.model import (
 from benchmarks.scaling.plan import Layout, Work, best_plan, layouts, plan
 from benchmarks.scaling.predict import predict_ep_layer, predict_fsdp_mlps
 from benchmarks.scaling.tables import fill
-from jax_fp8gemm._exchange import choose_exchange, make_exchange
+from jax_fp8gemm.moe._parallel.exchange import choose_exchange, make_exchange
 
 _ROOT = pathlib.Path(__file__).parents[1]
 MODEL, RATES = Model(), Rates()

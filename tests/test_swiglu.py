@@ -13,7 +13,7 @@ from errors import on_cpu, raises, raises_without_kernel
 from jax.interpreters import partial_eval
 from xla_options import AS_USERS_DO
 
-from jax_fp8gemm._swiglu import swiglu_grad_quantize, swiglu_quantize
+from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORMATS = list(itertools.product([E4M3, E5M2], [False, True]))

@@ -12,7 +12,8 @@ import swiglu_cases
 from gpu_cases import E4M3, E5M2, assert_same
 from test_grouped_gpu import SIZES
 
-from jax_fp8gemm import ScaledArray, _swiglu
+from jax_fp8gemm import ScaledArray
+from jax_fp8gemm._primitives import swiglu_quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,11 @@ def _groups(sizes):
 
 def _quantize(operands, sizes, fmt=E4M3, pow2=False, with_columns=True, implementation=None):
     """(rows, columns) of swiglu_quantize, or of swiglu_grad_quantize where there is a dh."""
-    function = _swiglu.swiglu_grad_quantize if len(operands) > 1 else _swiglu.swiglu_quantize
+    function = (
+        swiglu_quantize.swiglu_grad_quantize
+        if len(operands) > 1
+        else swiglu_quantize.swiglu_quantize
+    )
     return function(
         *map(jnp.asarray, operands),
         *_groups(sizes),
@@ -180,7 +185,9 @@ def test_modes_give_the_same_bits(is_grad, dtype, f):
     assert none is None
     assert_same(alone.values, rows.values)
     assert_same(alone.scale, rows.scale)
-    primitive = _swiglu.swiglu_grad_quantize_p if is_grad else _swiglu.swiglu_quantize_p
+    primitive = (
+        swiglu_quantize.swiglu_grad_quantize_p if is_grad else swiglu_quantize.swiglu_quantize_p
+    )
     values, scale = primitive(
         *map(jnp.asarray, operands),
         *_groups(EDGES),

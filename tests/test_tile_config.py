@@ -4,29 +4,29 @@ import dataclasses
 
 import numpy as np
 
-from jax_fp8gemm import _tile_config
+from jax_fp8gemm._tuning import tile_config
 
 
 def test_configs_differ():
-    dense = _tile_config.configs(is_1d1d=True, with_clusters=True)
+    dense = tile_config.configs(is_1d1d=True, with_clusters=True)
     assert len(set(dense)) == len(dense)
 
 
 def test_no_product_gets_clusters_unless_asked_for():
-    assert all(c.cluster_m * c.cluster_n == 1 for c in _tile_config.configs(is_1d1d=False))
-    assert all(c.cluster_m * c.cluster_n == 2 for c in _tile_config.CLUSTER_CONFIGS)
-    clusters = set(_tile_config.CLUSTER_CONFIGS)
-    assert clusters < set(_tile_config.configs(is_1d1d=False, with_clusters=True))
-    rows = _tile_config.GROUPED_ROWS
-    grouped = _tile_config.configs(rows, is_1d1d=False, with_clusters=True)
+    assert all(c.cluster_m * c.cluster_n == 1 for c in tile_config.configs(is_1d1d=False))
+    assert all(c.cluster_m * c.cluster_n == 2 for c in tile_config.CLUSTER_CONFIGS)
+    clusters = set(tile_config.CLUSTER_CONFIGS)
+    assert clusters < set(tile_config.configs(is_1d1d=False, with_clusters=True))
+    rows = tile_config.GROUPED_ROWS
+    grouped = tile_config.configs(rows, is_1d1d=False, with_clusters=True)
     assert not clusters & set(grouped)
 
 
 def test_attributes_are_int32_and_complete():
-    config = _tile_config.CONFIGS[0]
+    config = tile_config.CONFIGS[0]
     how = dict(is_1d1d=True, out_f32=True, accumulate=False, lhs_e5m2=False, rhs_e5m2=True)
     attributes = config.attributes(**how, num_sms=132)
     assert all(isinstance(value, np.int32) for value in attributes.values())
     assert attributes == dataclasses.asdict(config) | how | {"num_sms": 132, "grouping": 0}
-    grouped = config.attributes(**how, num_sms=132, grouping=_tile_config.GROUPED_CONTRACTION)
+    grouped = config.attributes(**how, num_sms=132, grouping=tile_config.GROUPED_CONTRACTION)
     assert grouped == attributes | {"grouping": 2}

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from jax_fp8gemm import _tile_choice, _tile_cost
+from jax_fp8gemm._tuning import choose, cost
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 DENSE = RESULTS / "nvidia_h200" / "dense.json"
@@ -19,12 +19,12 @@ def test_model_predicts_the_measured_times(smallest_m, tolerance):
     compared = 0
     for row in rows:
         shape = row["m"], row["n"], row["k"]
-        config = _tile_choice.choose(*shape, is_1d1d=False, out_f32=False, accumulate=False)
+        config = choose.choose(*shape, is_1d1d=False, out_f32=False, accumulate=False)
         if row["m"] < smallest_m or not row["config"].startswith(
             f"{config.block_m}x{config.block_n}/"
         ):
             continue
-        predicted = _tile_cost.time_us(config, *shape, False, 2, 132)
+        predicted = cost.time_us(config, *shape, False, 2, 132)
         assert predicted == pytest.approx(row["us"], rel=tolerance), (shape, config)
         compared += 1
     assert compared >= 10
@@ -53,8 +53,8 @@ def test_choice_is_the_fastest_that_was_measured_or_close(shape, times):
     groups, m, n, k = shape
     how = dict(is_1d1d=True, out_f32=False, accumulate=False)
     if groups == 1:
-        config = _tile_choice.choose(m, n, k, **how)
+        config = choose.choose(m, n, k, **how)
     else:
         columns = (k + 127 * groups) // 128 * 128  # each group in whole scale blocks
-        config = _tile_choice.choose_grouped(m, n, columns, groups, **how)
+        config = choose.choose_grouped(m, n, columns, groups, **how)
     assert times[_TILES.index((config.block_m, config.block_n))] <= 1.04 * min(times), config

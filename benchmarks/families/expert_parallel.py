@@ -18,7 +18,7 @@ from benchmarks.families.mesh import AXIS, local_mesh, step_call
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
 from jax_fp8gemm import BF16, moe
-from jax_fp8gemm._exchange import NAMES
+from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 _LAX_REPEAT = 1  # three steps, of half a second or more each
 # Of jax.lax.ragged_dot's layer, whose time and memory grow with the rows that it has room for: as

@@ -20,7 +20,10 @@ from benchmarks.families.grouped_problem import draw_sizes, masked_rows, ragged_
 from benchmarks.peers.grouped import masked_peers, ragged_peers, wgrad_peers
 from benchmarks.problem import GroupedShape
 from benchmarks.timing.timer import Call
-from jax_fp8gemm import ScaledArray, _ffi, _groups, _tile_choice, _tile_config
+from jax_fp8gemm import ScaledArray
+from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import choose, tile_config
 
 _BLOCK = 128
 _ragged_dot = functools.partial(jax_fp8gemm.scaled_ragged_dot, out_dtype=jnp.bfloat16)
@@ -51,7 +54,7 @@ def _ragged(shape: GroupedShape) -> Case:
         config=_config_text(rows, n, k, shape.groups),
         build=build,
         peers=ragged_peers(shape, sizes),
-        tiles=_tile_config.GROUPED_CONFIGS[_tile_config.GROUPED_ROWS],
+        tiles=tile_config.GROUPED_CONFIGS[tile_config.GROUPED_ROWS],
     )
 
 
@@ -72,7 +75,7 @@ def _masked(shape: GroupedShape) -> Case:
         config=_config_text(shape.groups * max_m, n, k, shape.groups),
         build=build,
         peers=masked_peers(shape, sizes, max_m),
-        tiles=_tile_config.GROUPED_CONFIGS[_tile_config.GROUPED_ROWS],
+        tiles=tile_config.GROUPED_CONFIGS[tile_config.GROUPED_ROWS],
     )
 
 
@@ -95,7 +98,7 @@ def _wgrad(shape: GroupedShape, accumulate: bool) -> Case:
         config=_config_text(m, n, extent, groups, is_1d1d=True, accumulate=accumulate),
         build=build,
         peers=wgrad_peers(shape, sizes, accumulate),
-        tiles=_tile_config.configs(_tile_config.GROUPED_CONTRACTION, is_1d1d=True),
+        tiles=tile_config.configs(tile_config.GROUPED_CONTRACTION, is_1d1d=True),
     )
 
 
@@ -112,5 +115,5 @@ def _config_text(
     m: int, n: int, k: int, groups: int, is_1d1d: bool = False, accumulate: bool = False
 ) -> str:
     how = dict(is_1d1d=is_1d1d, out_f32=is_1d1d, accumulate=accumulate)
-    c = _tile_choice.choose_grouped(m, n, k, groups, num_sms=_ffi.num_sms(), **how)
+    c = choose.choose_grouped(m, n, k, groups, num_sms=extension.num_sms(), **how)
     return tile_text(c)

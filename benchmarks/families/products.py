@@ -13,7 +13,8 @@ from benchmarks.data import normal, quantize_blocks, quantize_rows
 from benchmarks.peers.dense import peer_calls
 from benchmarks.problem import Shape, gemm_work, quantize_work
 from benchmarks.timing.timer import Call, jax_queue
-from jax_fp8gemm import _ffi, _tile_choice, _tile_config
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning import choose, tile_config
 
 QUANTIZE_KERNEL = "quantize"  # substring of the names of our quantise kernels
 
@@ -53,7 +54,7 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
     config = _config_text(shape, is_1d1d=True, out_f32=True, accumulate=accumulate)
     labels = _labels(shape) | {"accumulate": accumulate}
     peers = peer_calls(shape, is_1d1d=True)
-    tiles = _tile_config.configs(is_1d1d=True, with_clusters=True)
+    tiles = tile_config.configs(is_1d1d=True, with_clusters=True)
     return Case(labels, shape, work, config, build, peers, tiles=tiles)
 
 
@@ -96,5 +97,5 @@ def _labels(shape: Shape) -> dict[str, Any]:
 
 
 def _config_text(shape: Shape, **how: bool) -> str:
-    c = _tile_choice.choose(shape.m, shape.n or 0, shape.k, num_sms=_ffi.num_sms(), **how)
+    c = choose.choose(shape.m, shape.n or 0, shape.k, num_sms=extension.num_sms(), **how)
     return tile_text(c)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jax_fp8gemm._exchange import HEADROOM, RATES, Name
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM, RATES, Name
 
 Number = int | float
 

@@ -17,7 +17,7 @@ from benchmarks.scaling.model import (
     expert_seconds,
     fsdp_bytes,
 )
-from jax_fp8gemm._exchange import HEADROOM
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM
 
 # Of a weight: master, two moments and the gradient in f32; all but the master in bf16.
 STATE_BYTES = {"f32": 4 + 3 * 4, "bf16": 4 + 3 * 2}

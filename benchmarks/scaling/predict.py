@@ -12,7 +12,7 @@ from benchmarks.scaling.model import (
     expert_seconds,
     fsdp_bytes,
 )
-from jax_fp8gemm._exchange import HEADROOM, Name
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM, Name
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from benchmarks.scaling.model import (
     exchange,
 )
 from benchmarks.scaling.plan import STATE_BYTES, Plan, Work, best_plan
-from jax_fp8gemm._exchange import HEADROOM, NAMES
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES
 
 _DEVICES = (64, 128, 256, 512, 1024, 2048)
 _TOKENS = 8192
@@ -71,7 +71,7 @@ def _rates() -> str:
         ("`ragged_all_to_all`, one host", f"{r.ragged_all_to_all_gbps} GB/s a GPU", "4 GPUs"),
         ("network", f"{r.network_gbps} GB/s a GPU", "assumed: 80 % of 400 Gb/s"),
         ("GPUs of a host", r.gpus_per_host, ""),
-        ("headroom of `all_to_all`'s slots", HEADROOM, "`_exchange.py`"),
+        ("headroom of `all_to_all`'s slots", HEADROOM, "`moe/_parallel/exchange.py`"),
     ]  # fmt: skip
     return _table(("", "rate", "from"), rows)
 

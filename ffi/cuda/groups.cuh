@@ -1,8 +1,8 @@
 // Where the groups of a grouped product lie, from group_sizes on the device.
 //
-// What a size means is said in _groups.py: group i is the next group_sizes[i] rows, the first group
-// starts at first_row; a negative size counts as 0 and rows past m as none. In the masked form
-// (rows_per_group > 0) group i is the first group_sizes[i] of its own rows_per_group rows.
+// What a size means is said in _data/groups.py: group i is the next group_sizes[i] rows, the first
+// group starts at first_row; a negative size counts as 0 and rows past m as none. In the masked
+// form (rows_per_group > 0) group i is the first group_sizes[i] of its own rows_per_group rows.
 #pragma once
 
 #include "ptx.cuh"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from package_configs import NUM_SMS, config_text
 from shapes import Shape
 
-from jax_fp8gemm import _quantize_config, _tile_config
-from jax_fp8gemm._tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
+from jax_fp8gemm._tuning import quantize_config, tile_config
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 # Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
 SHAPES = {
@@ -100,14 +100,14 @@ def _dense_cases() -> list[Case]:
     cases = []
     # Every tile once, on one shape after the other.
     for family, is_1d1d in (("1d2d", False), ("1d1d", True)):
-        configs = _tile_config.configs(is_1d1d=is_1d1d, with_clusters=True)
+        configs = tile_config.configs(is_1d1d=is_1d1d, with_clusters=True)
         for i, config in enumerate(configs):
             shape_name = list(SHAPES)[i % len(SHAPES)]
             name = f"dense {family} {_tile_name(config)}, {shape_name}"
             out = "f32" if is_1d1d else "bf16"
             cases.append(_dense(name, SHAPES[shape_name], config, out, is_1d1d))
     # Every shape once, in the largest tile.
-    large = max(_tile_config.CONFIGS, key=lambda c: c.block_m * c.block_n)
+    large = max(tile_config.CONFIGS, key=lambda c: c.block_m * c.block_n)
     for shape_name, shape in SHAPES.items():
         cases.append(
             _dense(f"dense 1d1d accumulate, {shape_name}", shape, large, "accumulate", True)
@@ -118,14 +118,14 @@ def _dense_cases() -> list[Case]:
 
 def _grouped_cases() -> list[Case]:
     cases = []
-    for i, config in enumerate(_tile_config.configs(GROUPED_ROWS, is_1d1d=False)):
+    for i, config in enumerate(tile_config.configs(GROUPED_ROWS, is_1d1d=False)):
         out = ("bf16", "f32")[i % 2]
         for m, rows_per_group, g in ((4001, 0, 9), (8192, 0, 256), (2048, 128, 16)):
             form = f"masked {rows_per_group}" if rows_per_group else f"{m} rows"
             name = f"grouped rows {_tile_name(config)} {out}, {form}, {g} groups"
             case = _grouped_rows(name, config, out, m, g)
             cases.append(replace(case, rows_per_group=rows_per_group))
-    for config in _tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
+    for config in tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
         for out in ("bf16", "f32", "accumulate"):
             name = f"grouped contraction {_tile_name(config)} {out}"
             cases.append(_grouped_contraction(name, config, out))
@@ -170,10 +170,10 @@ _SHORT_TYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 def _quantize_cases() -> list[Case]:
     cases = []
-    for config in _quantize_config.kernel_configs(e5m2=False, pow2_scale=False):
+    for config in quantize_config.kernel_configs(e5m2=False, pow2_scale=False):
         config = {name: int(value) for name, value in config.items()}
-        mode = _quantize_config.MODES[config["mode"]]
-        source = _quantize_config.SOURCES[config["source"]]
+        mode = quantize_config.MODES[config["mode"]]
+        source = quantize_config.SOURCES[config["source"]]
         dtype, ragged = _SHORT_TYPES[config["input"]], " ragged" if config["ragged"] else ""
         name = f"quantize {source}{ragged} {mode} {dtype}"
         # An odd batch and extents that are no whole blocks.
@@ -184,7 +184,7 @@ def _quantize_cases() -> list[Case]:
 
 
 def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g: int) -> Case:
-    source = _quantize_config.SOURCES[config["source"]]
+    source = quantize_config.SOURCES[config["source"]]
     dtype, num_sources = _SHORT_TYPES[config["input"]], 1000
     args: dict[str, tuple[str, tuple[int, ...]]] = {}
     if source == "plain":
@@ -208,7 +208,7 @@ def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g
 
 
 def _results(config: dict, batch: tuple[int, ...], m: int, k: int, columns: int):
-    mode = _quantize_config.MODES[config["mode"]]
+    mode = quantize_config.MODES[config["mode"]]
     kb, cb = num_blocks(k), num_blocks(columns)
     values = {"values": ("f8e4m3fn", (*batch, m, k))}
     transposed = {"transposed": ("f8e4m3fn", (*batch, k, columns))}

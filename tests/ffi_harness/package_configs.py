@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import SupportsIndex
 
-from jax_fp8gemm import _kernels, _quantize_config
+from jax_fp8gemm._tuning import all_kernels, quantize_config
 
 NUM_SMS = 132  # H100 and H200 SXM
 
@@ -17,11 +17,11 @@ def config_text(config: Mapping[str, SupportsIndex]) -> str:
 
 def config_lists() -> str:
     """All configs, one a line."""
-    gemm = _kernels.gemm_kernels(NUM_SMS, all_formats=True, with_clusters=True)
+    gemm = all_kernels.gemm_kernels(NUM_SMS, all_formats=True, with_clusters=True)
     quantize = [
         config
-        for e5m2, pow2_scale in _kernels.formats(True)
-        for config in _quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
+        for e5m2, pow2_scale in all_kernels.formats(True)
+        for config in quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
     ]
     lines = [f"gemm {config_text(config)}" for config in gemm]
     lines += [f"quantize {config_text(config)}" for config in quantize]

@@ -1,0 +1,1 @@
+"""What operands are: argument checks, recipes, ScaledArray, groups of rows, rounding to FP8."""

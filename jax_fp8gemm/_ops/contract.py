@@ -1,0 +1,177 @@
+"""contract: any contraction of two arrays, by `product` over matrices that they are folded into.
+
+Over Explicit mesh axes a sum may stay where its parts are, as with jax.lax.dot_general:
+
+    an operand is reduced       its cotangent is unreduced: each device has a part of the sum
+    out_sharding is unreduced   the result is: each device multiplies its part of k
+
+Both are written as a product for each device, so that nothing is left to add: the mesh axes become
+a batch dimension that they cut into single elements. One operand has it already, as part of the
+dimension that those axes cut; the other is repeated along it, or has it too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8gemm._ops.product import products
+from jax_fp8gemm._ops.product_spec import MatmulSpec
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshape, reshaped_spec, reshard
+from jax_fp8gemm._sharding.manual_axes import settle
+from jax_fp8gemm._sharding.rule import padded_spec
+
+Dims = tuple[int, ...]
+# ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as lax.dot_general's.
+DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
+
+
+def contract(
+    op: str,
+    spec: MatmulSpec,
+    dims: DimensionNumbers,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    out_spec: PartitionSpec | None,
+) -> jax.Array:
+    """The contraction: batch dimensions, then lhs's free ones, then rhs's.
+
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    """
+    if out_spec is None:
+        return _contract_matrices(spec, dims, lhs, rhs, None)
+    if out_spec.unreduced:
+        return _contract_parts(op, spec, dims, lhs, rhs, out_spec)
+    # Both are reduced in no contraction that lax.dot_general differentiates.
+    operands = [lhs, rhs]
+    for side in (0, 1):
+        axes = jax.typeof(operands[side]).sharding.spec.reduced
+        other_dim = _dim_cut_first_by(axes, operands[1 - side], dims, 1 - side)
+        if other_dim is not None:
+            operands[1 - side] = settle(op, operands[1 - side])
+            return _contract_repeated(op, spec, dims, operands, out_spec, side, other_dim)
+    lhs, rhs = (settle(op, x) for x in operands)
+    return _contract_matrices(spec, dims, lhs, rhs, out_spec)
+
+
+def _dim_cut_first_by(
+    axes: frozenset[str], x: jax.Array, dims: DimensionNumbers, side: int
+) -> int | None:
+    """The free dimension of `x`, operand number `side`, whose first mesh axes are these."""
+    if not axes or jax.typeof(x).sharding.spec.unreduced:
+        return None
+    cut = padded_spec(jax.typeof(x))
+    free = _free(x, dims[0][side], dims[1][side])
+    return next((dim for dim in free if frozenset(cut[dim][: len(axes)]) == axes), None)
+
+
+def _contract_repeated(
+    op: str,
+    spec: MatmulSpec,
+    dims: DimensionNumbers,
+    operands: list[jax.Array],
+    out_spec: PartitionSpec,
+    side: int,
+    other_dim: int,
+) -> jax.Array:
+    """The contraction where operand number `side` is reduced over the axes that cut `other_dim` of
+    the other first."""
+    x, other = operands[side], operands[1 - side]
+    sharding = jax.typeof(x).sharding
+    axes = padded_spec(jax.typeof(other))[other_dim][: len(sharding.spec.reduced)]
+    num_parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    repeated = lax.broadcast_in_dim(
+        x,
+        (num_parts, *x.shape),
+        tuple(range(1, x.ndim + 1)),
+        out_sharding=sharding.update(spec=PartitionSpec(axes, *sharding.spec.partitions)),
+    )
+    parts = _parts_first(other, [other_dim], [num_parts])
+    new_operands = (repeated, parts) if side == 0 else (parts, repeated)
+    contracting, batch = dims
+    shifted = tuple(tuple(d + 1 for d in named) for named in contracting)
+    new_batch = tuple((0, *(d + 1 for d in named)) for named in batch)
+    # Where the dimension that was split is in the result.
+    num_batch, free = len(batch[0]), _free(other, contracting[1 - side], batch[1 - side])
+    num_before = len(_free(x, contracting[side], batch[side])) if side == 0 else 0
+    place = num_batch + num_before + free.index(other_dim)
+    shape = _result_shape(dims, *operands)
+    split_shape = (*shape[:place], num_parts, shape[place] // num_parts, *shape[place + 1 :])
+    split_spec = reshaped_spec(shape, out_spec, split_shape, sharding.mesh.shape).partitions
+    part_spec = PartitionSpec(split_spec[place], *split_spec[:place], *split_spec[place + 1 :])
+    out = contract(op, spec, (shifted, new_batch), *new_operands, part_spec)  # pyright: ignore
+    return reshard(reshape(jnp.moveaxis(out, 0, place), shape), out_spec)
+
+
+def _contract_parts(
+    op: str,
+    spec: MatmulSpec,
+    dims: DimensionNumbers,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    out_spec: PartitionSpec,
+) -> jax.Array:
+    """The contraction whose result is unreduced over the axes that cut contracting dimensions."""
+    (lhs_contract, rhs_contract), batch = dims
+    lhs, rhs = settle(op, lhs), settle(op, rhs)
+    mesh = jax.typeof(lhs).sharding.mesh
+    cut = padded_spec(jax.typeof(lhs))
+    axes = [cut[dim] for dim in lhs_contract]
+    counts = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
+    lhs, rhs = _parts_first(lhs, lhs_contract, counts), _parts_first(rhs, rhs_contract, counts)
+    first = len(counts)
+    shifted = tuple(tuple(d + first for d in named) for named in (lhs_contract, rhs_contract))
+    new_batch = tuple((*range(first), *(d + first for d in named)) for named in batch)
+    part_spec = PartitionSpec(*(names or None for names in axes), *out_spec.partitions)
+    out = contract(op, spec, (shifted, new_batch), lhs, rhs, part_spec)  # pyright: ignore
+    # One element on each device: no addition.
+    return lax.reduce_sum(out, tuple(range(first)), out_sharding=NamedSharding(mesh, out_spec))
+
+
+def _parts_first(x: jax.Array, dims: Any, counts: Any) -> jax.Array:
+    """`x` with each of these dimensions split into so many parts, their numbers in front."""
+    for place, (dim, count) in enumerate(zip(dims, counts, strict=True)):
+        dim += place
+        shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+        x = jnp.moveaxis(reshape(x, shape), dim, place)
+    return x
+
+
+def _contract_matrices(
+    spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array, out_spec: PartitionSpec | None
+) -> jax.Array:
+    """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_free, rhs_free = _free(lhs, lhs_contract, lhs_batch), _free(rhs, rhs_contract, rhs_batch)
+    shape = _result_shape(dims, lhs, rhs)
+    each = lambda dims: [(d,) for d in dims]
+    lhs = _fold(lhs, *each(lhs_batch), *(each(lhs_free) or [()]), lhs_contract)
+    rhs = _fold(rhs, *each(rhs_batch), rhs_contract, rhs_free)
+    folded_spec = None
+    if out_spec is not None:
+        mesh = explicit_mesh((lhs, rhs))
+        folded_spec = reshaped_spec(shape, out_spec, (*lhs.shape[:-1], rhs.shape[-1]), mesh.shape)
+    out = products(spec, lhs, rhs, len(lhs_batch), folded_spec)
+    return reshard(reshape(out, shape), out_spec)
+
+
+def _result_shape(dims: DimensionNumbers, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_dims = (*lhs_batch, *_free(lhs, lhs_contract, lhs_batch))
+    rhs_dims = _free(rhs, rhs_contract, rhs_batch)
+    return *(lhs.shape[d] for d in lhs_dims), *(rhs.shape[d] for d in rhs_dims)
+
+
+def _free(x: jax.Array, contract: Dims, batch: Dims) -> Dims:
+    return tuple(d for d in range(x.ndim) if d not in contract and d not in batch)
+
+
+def _fold(x: jax.Array, *groups: Dims) -> jax.Array:
+    """Transposes to the order of `groups` and makes one dimension of each."""
+    shape = [math.prod(x.shape[d] for d in group) for group in groups]
+    return reshape(x.transpose([d for group in groups for d in group]), shape)

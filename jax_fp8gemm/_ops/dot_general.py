@@ -1,0 +1,113 @@
+"""dot_general: any contraction of two arrays, reduced to `matmul`'s product."""
+
+from __future__ import annotations
+
+import math
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._ops.contract import Dims, contract
+from jax_fp8gemm._ops.product_spec import check_precision, make_spec, out_spec_of
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._sharding.explicit_axes import check_out_sharding
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@naming_devices
+def dot_general(
+    lhs: Float[Array, ...],
+    rhs: Float[Array, ...],
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    **kwargs: Any,
+) -> Float[Array, ...]:
+    """jax.lax.dot_general in FP8: for flax's `dot_general=` arguments and for any contraction.
+
+    `nnx.Linear(..., dot_general=jax_fp8gemm.dot_general)`, `nn.Dense(dot_general=...)`; bind a
+    recipe with functools.partial. Several contracting dimensions are flattened into one k, in the
+    order given, and quantised along it; transposed operands are transposed by XLA first, so the
+    layouts without a copy are lhs (..., k) and rhs (k, ...). One product runs for each element of
+    the batch dimensions. Differentiable once, in reverse mode, as `matmul`.
+
+    Args:
+      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
+      kwargs: for callers that pass more arguments than lax's; each must be None, which asks for
+        nothing. A TypeError names any other, so no request is lost in silence.
+    Returns:
+      The batch dimensions, then lhs's free ones, then rhs's.
+    Raises:
+      TypeError: a dtype, an unknown argument, dimension numbers, shapes.
+      ValueError: precision, out_sharding.
+    """
+    op = "dot_general"
+    if unknown := sorted(name for name, value in kwargs.items() if value is not None):
+        raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
+    lhs, rhs = checks.match_floats(*map(checks.as_array, (lhs, rhs)))
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_unquantised(op, name, x)
+    dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
+    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
+    xla = partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=xla_precision,
+        preferred_element_type=spec.out_dtype,
+        out_sharding=out_sharding,
+    )
+    if xla_precision is not None or not recipe.is_fp8:
+        return xla(lhs, rhs)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
+
+
+def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+    """The dimension numbers as non-negative tuples, checked against the shapes."""
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
+            [tuple(map(operator.index, dims)) for dims in pair] for pair in dimension_numbers
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
+            f"batch)), each a sequence of ints; got {checks.short_repr(dimension_numbers)}"
+        ) from None
+    got = f"lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}, {dimension_numbers}"
+
+    def normalize(x: Any, dims: Any) -> Dims:
+        if not all(-x.ndim <= d < x.ndim for d in dims):
+            raise TypeError(f"{op}: dimension numbers must be within the ranks; got {got}")
+        return tuple(d % x.ndim for d in dims)
+
+    lhs_contract, lhs_batch = normalize(lhs, lhs_contract), normalize(lhs, lhs_batch)
+    rhs_contract, rhs_batch = normalize(rhs, rhs_contract), normalize(rhs, rhs_batch)
+    for dims in ((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch)):
+        if len(set(dims)) != len(dims):
+            raise TypeError(f"{op}: dimension numbers must name a dimension once; got {got}")
+    for kind, lhs_dims, rhs_dims in (
+        ("contracting", lhs_contract, rhs_contract),
+        ("batch", lhs_batch, rhs_batch),
+    ):
+        if [lhs.shape[d] for d in lhs_dims] != [rhs.shape[d] for d in rhs_dims]:
+            raise TypeError(f"{op}: {kind} dimensions of lhs and rhs must agree; got {got}")
+    num_products = math.prod(lhs.shape[d] for d in lhs_batch)
+    checks.check_count(op, "the number of products", num_products, got)
+    return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)

@@ -1,0 +1,163 @@
+"""product: the differentiable product of quantised operands that matmul and dot_general make.
+
+For lhs (m, k), rhs (k, n) and the cotangent dout (m, n), each product reads both of its operands
+along the contraction; in brackets their scale blocks:
+
+    out  = lhs    [1x128 along k] . rhs    [128x128]          1d2d
+    dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d, the very values of out's rhs
+    drhs = lhs^T  [1x128 along m] . dout   [1x128 along m]    1d1d
+
+Accumulation is f32 throughout. lhs and dout are each read once for both of their quantisations.
+What the backward pass keeps is FP8 with its scales, under the names of CHECKPOINT_NAMES.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.reverse_mode import reverse_mode
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import (
+    MatmulSpec,
+    kernel_dtype,
+    name_residual,
+    quantize_args,
+    with_shardings,
+)
+from jax_fp8gemm._ops.quantize import quantize, rows_and_columns
+from jax_fp8gemm._ops.scaled_matmul import gemm
+from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
+from jax_fp8gemm._sharding.explicit_axes import (
+    explicit_mesh,
+    reshape,
+    reshaped_spec,
+    reshard,
+    with_auto_axes,
+)
+from jax_fp8gemm._sharding.manual_axes import match_varying
+
+
+def products(
+    spec: MatmulSpec,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    num_batch_dims: int,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """A product for each element of the first dimensions, which a mesh may cut one by one.
+
+    out_spec: how Explicit mesh axes cut the result.
+    """
+    if out_spec is not None and num_batch_dims:
+        batch = out_spec.partitions[:num_batch_dims]
+        lhs, rhs = (
+            reshard(x, PartitionSpec(*batch, *jax.typeof(x).sharding.spec[num_batch_dims:]))
+            for x in (lhs, rhs)
+        )
+        out_spec = PartitionSpec(*out_spec.partitions[num_batch_dims:])
+    multiply = partial(product, spec, out_spec=out_spec)
+    for _ in range(num_batch_dims):
+        multiply = jax.vmap(multiply)
+    return multiply(lhs, rhs)
+
+
+@jax.named_scope("fp8gemm_matmul")
+def product(
+    spec: MatmulSpec,
+    lhs: jax.Array,
+    rhs: jax.Array | ScaledArray,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """lhs (..., m, k) times rhs (k, n). out_spec: how Explicit mesh axes cut the result."""
+    spec = with_shardings(spec, lhs, rhs, out_spec)
+    operands = match_varying(lhs, without_gradient("matmul", "rhs", rhs))
+    return reverse_mode("matmul", partial(_product, spec), *operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
+    rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
+    out_spec = spec.shardings.out
+    return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
+
+
+def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
+    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
+    args = quantize_args(spec, spec.recipe.fwd)
+    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
+        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), **args)
+    else:
+        rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
+    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
+    out_spec = spec.shardings.out
+    out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
+    residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
+    return name_residual("out", out), residuals
+
+
+def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
+    lhs, rhs = residuals
+    args = quantize_args(spec, spec.recipe.bwd)
+    is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
+    if is_fp8_wgrad:
+        rows, columns = rows_and_columns(_with_whole_blocks(dout), **args)
+    else:
+        rows, columns = quantize(dout, **args), None
+    with jax.named_scope("dlhs"):
+        how = spec.lhs_dtype, rows, rhs, dout.shape[:-1], spec.shardings.lhs
+        dlhs = _unfolded(spec, *how)
+    if spec.rhs_dtype is None:
+        return dlhs, None
+    with jax.named_scope("drhs"):
+        rhs_spec = spec.shardings.rhs
+        if columns is None:
+            drhs = with_auto_axes(_bf16_wgrad, (lhs, dout), lambda: rhs_spec)
+            return dlhs, drhs.astype(spec.rhs_dtype)
+        return dlhs, _gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _with_whole_blocks(x: jax.Array) -> jax.Array:
+    """`x` (..., m, k), of whose leading dimensions as many are folded into m as give it whole scale
+    blocks: those along m are then the same as if all were folded. All are where none give it."""
+    *batch, m, k = x.shape
+    while batch and m % checks.SCALE_BLOCK:
+        m *= batch.pop()
+    return reshape(x, (*batch, m, k))
+
+
+def _unfolded(
+    spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, rows: Any, out_spec: Any
+) -> jax.Array:
+    """`_gemm_as` with the dimensions `rows` in front, as before `_with_whole_blocks`."""
+    n = rhs.shape[0]
+    folded_spec = None
+    if out_spec is not None:
+        mesh = explicit_mesh((lhs, rhs))
+        folded = (*lhs.shape[:-1], n)
+        folded_spec = reshaped_spec((*rows, n), out_spec, folded, mesh.shape)
+    return reshard(reshape(_gemm_as(spec, dtype, lhs, rhs, folded_spec), (*rows, n)), out_spec)
+
+
+def _gemm_as(
+    spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, out_spec: Any
+) -> jax.Array:
+    """gemm with a result of any float dtype: f16 by way of f32."""
+    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
+    return gemm(lhs, rhs, kernel_dtype(dtype), out_spec=out_spec, **how).astype(dtype)
+
+
+def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
+    lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
+    rows = tuple(range(lhs.ndim - 1))
+    contract_m = ((rows, rows), ((), ()))
+    return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)

@@ -1,0 +1,150 @@
+"""quantize: bf16, f16 or f32 to FP8 with one f32 scale a block.
+
+_data/rounding.py says what a scale and a value are, to the bit, and is the reference; the kernel
+agrees with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives.quantize import quantize_p
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+Implementation = Literal["cuda", "xla"] | None
+
+
+def quantize(
+    x: Float[Array, "*batch m k"],
+    *,
+    block: tuple[int, int] = (1, 128),
+    axis: int = -1,
+    dtype: Any = jnp.float8_e4m3fn,
+    pow2_scale: bool = False,
+    with_transpose: bool = False,
+    implementation: Implementation = None,
+) -> ScaledArray:
+    """Quantises `x` to FP8 with one scale a block; ScaledArray.dequantize undoes it.
+
+    Args:
+      x: (..., m, k) bf16, f16 or f32; any m and k.
+      block: (1, 128): 128 neighbours along `axis` share a scale. (128, 128): squares do.
+      axis: -1, or -2 for scale blocks along m: the result is then that of x^T, (..., k, m) with
+        scale (..., k, ceil(m / 128)), as a contraction over m reads it. -1 with square blocks.
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2_scale: round each scale up to a power of two; scaling is then exact.
+      with_transpose: also store the transposed values, from the same read; square blocks only.
+      implementation: None, the kernel where it can run and the reference elsewhere, with one
+        warning; "cuda", the kernel or an error; "xla", the reference. All give the same bits.
+    Returns:
+      ScaledArray of the values and f32 scales. A block with an Inf or a NaN is NaN throughout.
+      Not differentiable. Sharded as `x`, where its shards hold whole blocks. In a shard_map `x` is
+      the shard: its blocks are those of the whole where it is cut at multiples of 128.
+    Raises:
+      TypeError: dtype of x, `dtype`, a flag that is no bool, anything but x traced.
+      ValueError: rank, block, axis, with_transpose, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "quantize"
+    x = checks.as_array(x)
+    checks.check_static(op, block=block, axis=axis)
+    checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
+    _check_operand(op, x, dtype, implementation)
+    checks.check_block(op, block)
+    is_index = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
+    if not is_index or axis not in range(-x.ndim, x.ndim):
+        raise ValueError(
+            f"{op}: axis must be -1 or -2; got {checks.short_repr(axis)}, x {checks.short_type(x)}"
+        )
+    given, axis = axis, axis - x.ndim if axis >= 0 else axis
+    if axis != -1 and (axis != -2 or block != (1, 128)):
+        raise ValueError(
+            f"{op}: axis must be -1, or -2 with block (1, 128); got axis {given}, block {block}, "
+            f"x {checks.short_type(x)}"
+        )
+    if with_transpose and block != (128, 128):
+        raise ValueError(
+            f"{op}: with_transpose must go with block (128, 128); got block {block}. "
+            "For 1x128 blocks along k and along m use quantize_both."
+        )
+    square = "block_both" if with_transpose else "block"
+    mode = square if block == (128, 128) else {-1: "row", -2: "column"}[axis]
+    results = _run(x, mode, dtype, pow2_scale, implementation)
+    transposed = results[1] if with_transpose else None
+    quantized = ScaledArray(results[0], results[-1], transposed, block)
+    return _batch_first(quantized) if mode == "column" else quantized
+
+
+def quantize_both(
+    x: Float[Array, "*batch m k"],
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    pow2_scale: bool = False,
+    implementation: Implementation = None,
+) -> tuple[ScaledArray, ScaledArray]:
+    """Quantises `x` (..., m, k) along k and along m in one read of it.
+
+    Args: as for `quantize`.
+    Returns:
+      quantize(x, axis=-1), (..., m, k), and quantize(x, axis=-2), (..., k, m).
+    Raises:
+      TypeError: dtype of x, `dtype`, a pow2_scale that is no bool.
+      ValueError: rank, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    x = checks.as_array(x)
+    checks.check_bool("quantize_both", pow2_scale=pow2_scale)
+    _check_operand("quantize_both", x, dtype, implementation)
+    args = dict(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    rows, columns = rows_and_columns(x, **args)
+    return rows, _batch_first(columns)
+
+
+def rows_and_columns(
+    x: Float[Array, "*batch m k"], *, dtype: Any, pow2_scale: bool, implementation: Implementation
+) -> tuple[ScaledArray, ScaledArray]:
+    """quantize_both with columns (k, ..., m), as a contraction over all rows reads them."""
+    rows, row_scale, columns, column_scale = _run(
+        x, "row_column", dtype, pow2_scale, implementation
+    )
+    return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
+
+
+def _batch_first(columns: ScaledArray) -> ScaledArray:
+    """Columns (k, ..., m) as (..., k, m)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), columns) if columns.ndim > 2 else columns
+
+
+def quantize_transposed(
+    x: Float[Array, "*batch k n"], *, dtype: Any, pow2_scale: bool, implementation: Implementation
+) -> ScaledArray:
+    """quantize(x, block=(128, 128)).T without storing the untransposed values."""
+    values, scale = _run(x, "block_transposed", dtype, pow2_scale, implementation)
+    return ScaledArray(values, scale, None, (128, 128))
+
+
+def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:
+    checks.check_array(op, "x", x)
+    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_min_ndim(op, "x", x, 2, "(..., m, k)")
+    checks.check_out_dtype(op, "dtype", dtype, checks.FP8_DTYPES)
+    checks.check_implementation(op, implementation)
+
+
+@jax.named_scope("fp8gemm_quantize")
+def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.Array]:
+    params: dict[str, Any] = dict(
+        mode=mode,
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+    )
+    return quantize_p(jnp.asarray(x), implementation=implementation, **params)

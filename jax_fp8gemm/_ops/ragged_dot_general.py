@@ -1,0 +1,231 @@
+"""ragged_dot_general: the grouped product over rows, or over the contraction of each group.
+
+Ragged rows are ragged_dot's. Ragged contraction, for lhs (m, k), rhs (m, n), the cotangent
+dout (g, k, n) and the rows of group i, its tokens, in brackets the scale blocks along the
+contraction:
+
+    out[i]     = lhs[rows]^T [1x128 along tokens] . rhs[rows] [1x128 along tokens] 1d1d
+    dlhs[rows] = rhs[rows]   [1x128 along n]      . dout[i]^T [128x128]            1d2d
+    drhs[rows] = lhs[rows]   [1x128 along k]      . dout[i]   [128x128]            1d2d, dlhs's
+
+Accumulation is f32 throughout. lhs and rhs are each read once for both of their quantisations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.reverse_mode import reverse_mode
+from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._ops.product_spec import (
+    MatmulSpec,
+    check_precision,
+    make_spec,
+    name_residual,
+    out_spec_of,
+    quantize_args,
+    with_shardings,
+)
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._ops.ragged_dot import check_operands, ragged_dot
+from jax_fp8gemm._ops.ragged_xla import xla_ragged_contraction
+from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
+from jax_fp8gemm._ops.weights import both_ways
+from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
+from jax_fp8gemm._sharding.explicit_axes import check_out_sharding, reshard
+from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_SUPPORTED = (
+    "ragged rows, (m, k), (g, k, n) -> (m, n), or a ragged contraction, (m, k), (m, n) -> "
+    "(g, k, n), with the dimensions of lhs and rhs in any order"
+)
+
+
+@naming_devices
+def ragged_dot_general(
+    lhs: Float[Array, ...],
+    rhs: Float[Array, ...],
+    group_sizes: Int[Array, " g"],
+    ragged_dot_dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Int[Array, " 1"] | None = None,
+    *,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    out_sharding: Any = None,
+) -> Float[Array, ...]:
+    """jax.lax.ragged_dot_general in FP8, for ragged rows and for a ragged contraction.
+
+    Ragged rows: (m, k), (g, k, n) -> (m, n), as `ragged_dot`. Ragged contraction: (m, k), (m, n) ->
+    (g, k, n), where the next group_sizes[i] rows of lhs and rhs make result i. The dimensions of
+    lhs and rhs may come in any order: XLA transposes them to the order above. Arguments as in lax;
+    differentiable once, in reverse mode. vmap runs one element after another.
+
+    Args:
+      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
+      group_sizes: as for `ragged_dot`. Rows past the sum reach no result.
+      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers.
+      precision: as for `ragged_dot`; HIGH or HIGHEST is jax.lax.ragged_dot_general.
+      preferred_element_type, implementation, out_sharding: as for `ragged_dot`.
+      group_offset: as for `ragged_dot`; ragged rows only.
+      recipe: formats and scale blocks. Its wgrad says nothing of a ragged contraction, which is
+        itself what was asked for, in FP8.
+    Returns:
+      (m, n) or (g, k, n) array; zero for an empty group. Gradients have the dtypes of their
+      operands, and are zero in rows of no group.
+    Raises:
+      TypeError: a dtype, dimension numbers, shapes, as in lax.
+      ValueError: more than 1024 groups, precision, implementation.
+      NotImplementedError: a ragged batch, other batch dimensions, several contracting or free
+        dimensions, group_offset in a ragged contraction, a second derivative.
+      RuntimeError: implementation="cuda" where the kernels cannot run.
+
+    The backward pass of a ragged contraction keeps lhs quantised along k and rhs along n, under the
+    names of CHECKPOINT_NAMES.
+    """
+    op = "ragged_dot_general"
+    operands = map(checks.as_array, (lhs, rhs, group_sizes, group_offset))
+    lhs, rhs, group_sizes, group_offset = operands
+    lhs, rhs = checks.match_floats(lhs, rhs)
+    check_unquantised(op, "lhs", lhs)
+    checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+    checks.check_dtype(op, "rhs", rhs, checks.FLOAT_DTYPES)
+    lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
+    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
+    xla_precision = check_precision(op, precision, spec)
+    check_out_sharding(op, out_sharding, (lhs, rhs))
+    lhs, rhs = jnp.transpose(lhs, lhs_order), jnp.transpose(rhs, rhs_order)
+    if rhs.ndim == 3:
+        check_operands(op, lhs, rhs, group_sizes, group_offset)
+        return ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            group_offset,
+            recipe=recipe,
+            implementation=implementation,
+            out_sharding=out_sharding,
+        )
+    checks.check_array(op, "group_sizes", group_sizes)
+    _groups.check_group_sizes(op, group_sizes, error=TypeError)
+    _groups.check_rows(op, lhs, lhs.shape[0], group_sizes)
+    if group_offset is not None:
+        raise NotImplementedError(
+            f"{op}: group_offset must be None in a ragged contraction; "
+            f"got group_offset {checks.short_type(group_offset)}. Slice the result instead."
+        )
+    sizes = replicate(op, _groups.as_int32(group_sizes))
+    lhs, rhs = settle(op, lhs), settle(op, rhs)
+    out_spec = _out_spec(spec, lhs, rhs, out_sharding)
+    spec = with_shardings(spec, lhs, rhs, out_spec)
+    return reshard(_contract(spec, xla_precision, lhs, rhs, sizes), out_spec)
+
+
+def _out_spec(
+    spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any
+) -> PartitionSpec | None:
+    """How Explicit mesh axes cut a ragged contraction: as that of all rows.
+
+    None where no axis is Explicit.
+    """
+    if out_sharding is not None:
+        return getattr(out_sharding, "spec", out_sharding)
+    product = lambda lhs, rhs: jnp.matmul(lhs.T, rhs)
+    matrix_spec = out_spec_of(product, spec.out_dtype, lhs, rhs)
+    return None if matrix_spec is None else PartitionSpec(None, *matrix_spec)
+
+
+def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The orders in which lhs is (m, k), and rhs (g, k, n) or, to contract rows, (m, n)."""
+    if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            f"{op}: ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers; "
+            f"got {type(numbers).__name__}"
+        )
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    got = f"got {numbers}, lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
+    lhs_named, rhs_named = (*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch, *groups)
+    for x, dims in ((lhs, lhs_named), (lhs, ragged), (rhs, rhs_named)):
+        if len(set(dims)) != len(dims) or not all(0 <= d < x.ndim for d in dims):
+            raise TypeError(
+                f"{op}: dimension numbers must name dimensions of lhs and rhs, each once; {got}"
+            )
+    has_ragged_rows = not set(ragged) & set(lhs_named)
+    if len(ragged) != 1 or len(groups) != int(has_ragged_rows):
+        raise TypeError(
+            f"{op}: lhs must have one ragged dimension, and rhs one group dimension where that "
+            f"is one of rows, else none; {got}"
+        )
+    if [lhs.shape[d] for d in lhs_contract] != [rhs.shape[d] for d in rhs_contract]:
+        raise TypeError(f"{op}: contracting dimensions of lhs and rhs must agree; {got}")
+    is_matrix = lhs.ndim == 2 and rhs.ndim == 2 + len(groups)
+    if not is_matrix or lhs_batch or rhs_batch or len(lhs_contract) != 1:
+        raise NotImplementedError(
+            f"{op}: supported are {_SUPPORTED}; {got}. Map batch dimensions with jax.vmap, or use "
+            "jax.lax.ragged_dot_general."
+        )
+    rest = lambda x, dims: (*dims, *(d for d in range(x.ndim) if d not in dims))
+    return rest(lhs, ragged), rest(rhs, (*groups, *rhs_contract))
+
+
+@jax.named_scope("fp8gemm_ragged_dot_general")
+def _contract(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
+    if xla_precision is None and spec.recipe.is_fp8:
+        operands = match_varying(lhs, rhs, sizes)
+        return reverse_mode("ragged_dot_general", partial(_contraction, spec), *operands)
+    how = xla_precision, spec.out_dtype, spec.shardings.out
+    return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), *how)
+
+
+def _first_row() -> jax.Array:
+    return jnp.zeros((1,), jnp.int32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contraction(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    args = quantize_args(spec, spec.recipe.fwd)
+    lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
+    columns = lhs_columns, rhs_columns
+    return wgrad_as(spec, spec.out_dtype, *columns, sizes, spec.shardings.out)
+
+
+def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
+    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
+    args = quantize_args(spec, spec.recipe.fwd)
+    lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
+    rhs_rows, rhs = rows_and_ragged_columns(rhs, sizes, _first_row(), **args)
+    out = wgrad_as(spec, spec.out_dtype, lhs, rhs, sizes, spec.shardings.out)
+    kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
+    return name_residual("out", out), (*kept, sizes)
+
+
+def _contraction_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, sizes = residuals
+    # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
+    dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
+    groups, shardings = (sizes, _first_row()), spec.shardings
+    with jax.named_scope("dlhs"):
+        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, *groups, shardings.lhs)
+    with jax.named_scope("drhs"):
+        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, *groups, shardings.rhs)
+    return dlhs, drhs, None
+
+
+_contraction.defvjp(_contraction_fwd, _contraction_bwd)

@@ -1,0 +1,93 @@
+"""scaled_matmul: the product of two quantised matrices, both K-major (_primitives/gemm.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._primitives.gemm import gemm_p
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32
+
+OUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+@naming_devices
+def scaled_matmul(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    accumulate_into: Float32[Array, "m n"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "m n"]:
+    """Multiplies quantised lhs (m, k) by the transpose of quantised rhs (n, k).
+
+    Args:
+      lhs: (m, k) with scale blocks (1, 128); e4m3fn or e5m2.
+      rhs: (n, k) with scale blocks (128, 128) or (1, 128); e4m3fn or e5m2.
+      out_dtype: bfloat16 or float32.
+      accumulate_into: (m, n) f32 that the product is added to, with out_dtype float32. Its buffer
+        becomes the result's where XLA can (donate it under jit).
+      implementation: None, the kernel where it can run and the reference elsewhere, with one
+        warning; "cuda", the kernel or an error; "xla", the reference.
+    Returns:
+      (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is. Sharded over Explicit
+      mesh axes as lhs is in m and rhs in n; summed over those that k is sharded over.
+    Raises:
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "scaled_matmul"
+    lhs, rhs, accumulate_into = map(checks.as_array, (lhs, rhs, accumulate_into))
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+        hint = "Map leading dimensions with jax.vmap."
+        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, k)", hint=hint)
+    if lhs.block != (1, 128):
+        raise ValueError(f"{op}: lhs.block must be (1, 128); got {lhs.block}")
+    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    checks.check_implementation(op, implementation)
+    if accumulate_into is not None:
+        checks.check_array(op, "accumulate_into", accumulate_into)
+        checks.check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
+    return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
+
+
+@jax.named_scope("fp8gemm_gemm")
+def gemm(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    accum: jax.Array | None = None,
+    reduce_dtype: Any = jnp.float32,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
+    as rhs has after the first, the last of whole scale blocks.
+
+    reduce_dtype: of the partial sums that devices add where a mesh cuts k.
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    """
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
+    operands += [] if accum is None else [accum]
+    params: dict[str, Any] = dict(
+        num_k_dims=rhs.ndim - 1,
+        is_1d1d=rhs.block == (1, 128),
+        out_dtype=jnp.dtype(out_dtype),
+        reduce_dtype=jnp.dtype(reduce_dtype),
+    )
+    operands = [jnp.asarray(x) for x in operands]
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return gemm_p(*operands, **how, **params)[0]

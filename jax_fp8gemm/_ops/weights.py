@@ -1,0 +1,55 @@
+"""Weights, the rhs of a product: an array, or a ScaledArray quantised once for many products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.reverse_mode import undifferentiable
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.product_spec import MatmulSpec, quantize_args
+from jax_fp8gemm._ops.quantize import quantize, quantize_transposed
+
+
+def check_weights(op: str, name: str, w: Any) -> None:
+    """Raises unless `w` is an array of floats, or a ScaledArray with block (128, 128)."""
+    if not isinstance(w, ScaledArray):
+        checks.check_array(op, name, w, hint="Or pass a ScaledArray.")
+        hint = "Quantised weights go in as a ScaledArray."
+        checks.check_dtype(op, name, w, checks.FLOAT_DTYPES, hint=hint)
+        return
+    check_scaled_array(op, name, w)
+    if w.block != (128, 128):
+        raise ValueError(
+            f"{op}: {name}.block must be (128, 128), whose transpose is exact; got {w.block}. "
+            f"Quantise with quantize({name}, block=(128, 128))."
+        )
+
+
+def without_gradient(op: str, name: str, w: Any) -> Any:
+    """`w`; raises TypeError where a ScaledArray is differentiated."""
+    if not isinstance(w, ScaledArray):
+        return w
+    message = (
+        f"{op}: a ScaledArray {name} has no gradient; got one among the differentiated arguments. "
+        f"Differentiate with respect to the unquantised {name}, or apply jax.lax.stop_gradient."
+    )
+    return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
+
+
+def transposed(spec: MatmulSpec, w: Any) -> ScaledArray:
+    """The transpose of `w`, quantised where it is not: what a product without a gradient reads."""
+    if isinstance(w, ScaledArray):
+        return w.T
+    return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
+
+
+def both_ways(spec: MatmulSpec, fmt: Any, w: Any) -> tuple[ScaledArray, ScaledArray]:
+    """`w` and its transpose, quantised in `fmt`, by one read, where it is not."""
+    if not isinstance(w, ScaledArray):
+        args = quantize_args(spec, fmt)
+        w = quantize(w, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    return ScaledArray(w.values, w.scale, None, w.block), w.T

@@ -1,0 +1,1 @@
+"""JAX primitives of quantised operands: unchecked, one file each."""

@@ -1,0 +1,241 @@
+"""define_primitive: shape rule, reference, FFI call, batch rule and partition rule of an op as a
+JAX primitive.
+
+The reference is the meaning of the op and what runs wherever the kernel cannot: on CPU, on other
+GPUs, with implementation="xla". The kernel is chosen when lowering for CUDA, so an executable
+says what it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import jax_drift
+from jax_fp8gemm._primitives.batch import bind_each
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.cache_tag import tag
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, result_specs, with_auto_axes
+from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm._sharding.partition import partitioned
+from jax_fp8gemm._sharding.rule import PartitionRule
+
+Arrays = Sequence[jax.Array]
+
+# NOTE: there is no public way to say that a primitive is lowered for known devices, and an eager
+# call that is partitioned fails without.
+_needs_devices = jax_drift.optional("jax._src.dispatch.prim_requires_devices_during_lowering")
+_eager_folding = jax_drift.optional("jax._src.config.eager_constant_folding", nullcontext)
+
+
+def define_primitive(
+    name: str,
+    *,
+    shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    reference: Callable[..., Arrays],
+    ffi_call: Callable[..., Arrays],
+    batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
+    dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
+    partition_rule: Callable[..., PartitionRule] | None = None,
+    run_shard: Callable[..., Arrays] | None = None,
+) -> Callable[..., Arrays]:
+    """Makes a primitive and returns the function that binds it.
+
+    Args:
+      name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
+      shape_rule: (*avals, **params) -> the result types; raises on bad operands.
+      reference: (*operands, **params) -> results, in plain JAX.
+      ffi_call: the same by jax.ffi.ffi_call.
+      batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
+        None: one batch element after another, where each has groups of its own.
+      dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
+        the used results and as few others as possible, named by their old indices.
+      partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the
+        compiler gathers sharded operands of the kernel.
+      run_shard: (run, *operands, shards, **params) -> results on the Shards of a device, where that
+        is not run(*operands, **params); run is the reference or the FFI call.
+    Returns:
+      bind(*operands, implementation, out_specs=None, **params) -> list of results. Over Explicit
+      mesh axes they are sharded as out_specs say, a PartitionSpec for each; None: as the partition
+      rule makes of the operands, or replicated where there is none. In a shard_map all operands
+      get the union of their varying manual axes.
+    """
+    rules = _Rules(name, shape_rule, reference, ffi_call, dce_rule, partition_rule, run_shard)
+
+    def bind(*operands, implementation, out_specs=None, **params):
+        run = partial(on_arrays.bind, implementation=implementation, **params)
+        operands = match_varying(*(settle(rules.op, x) for x in operands))
+        is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
+        if is_manual or partition_rule is None:
+            operands = [replicate(rules.op, x) for x in operands]
+            run = partial(on_shards.bind, implementation=implementation, **params)
+            results = run(*operands)
+            return results if out_specs is None else list(map(reshard, results, out_specs))
+        if explicit_mesh(operands) is None:
+            return run(*operands)
+        if out_specs is None:
+            results = shape_rule(*map(jax.typeof, operands), **params)
+            out_specs = result_specs(partition_rule(*operands, **params), operands, results)
+        return with_auto_axes(run, operands, lambda: out_specs)
+
+    def batch(operands, dims, **params):
+        operands = [replicate(rules.op, x) for x in operands]
+        if batch_rule is not None:
+            return batch_rule(operands, dims, **params)
+        results = bind_each(bind, operands, dims, **params)
+        return results, [0] * len(results)
+
+    # Two, because what is partitioned cannot be lowered without devices, and in shard_map, where
+    # the operands are shards, partitioning by the compiler may abort the process.
+    on_shards = on_arrays = _make(rules, rules.lower_shards, batch)
+    if partition_rule is not None:
+        on_arrays = _make(rules, rules.lower_arrays, batch)
+        if _needs_devices is not None:
+            _needs_devices.add(on_arrays)
+
+    return bind
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The arguments of define_primitive, and what JAX asks of a primitive by means of them."""
+
+    name: str
+    shape_rule: Callable[..., Any]
+    reference: Callable[..., Arrays]
+    ffi_call: Callable[..., Arrays]
+    dce_rule: Callable[..., Any] | None
+    partition_rule: Callable[..., PartitionRule] | None
+    run_shard: Callable[..., Arrays] | None
+
+    @property
+    def op(self) -> str:
+        return self.name.removeprefix("jax_fp8gemm_")
+
+    def kernel(self, *operands, **params):
+        # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
+        # scan does with residuals, and runs it a second time for whatever else reads the result.
+        return lax.optimization_barrier(self.ffi_call(*operands, **params))
+
+    def abstract_eval(self, *avals, implementation, **params):
+        # NOTE: bind() makes them vary over the same axes, except in a shard_map without check_vma
+        # inside one with it, where nothing can be cast and JAX's own results vary over none.
+        like = min(avals, key=lambda aval: len(aval.manual_axis_type.varying))
+        return [_like(like, out) for out in self.shape_rule(*avals, **params)]
+
+    def lower_shards(self, run, ctx, *operands, **params):
+        return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
+
+    def lower_arrays(self, run, ctx, *operands, **params):
+        assert self.partition_rule is not None
+        _check_partitioner(self.op, ctx)
+        if _needs_devices is None:  # and there is one device
+            return self.lower_shards(run, ctx, *operands, **params)
+        rule = self.partition_rule(*ctx.avals_in, **params)
+        local = self.run_shard and partial(self.run_shard, run, **params)
+        function = partitioned(partial(run, **params), rule, local)
+        is_kernel = run is not self.reference
+        tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
+        # NOTE: jax.ensure_compile_time_eval() would make arrays of what depends on no operand, and
+        # custom_partitioning takes none.
+        with _eager_folding(False):
+            return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
+
+    def lower_default(self, lower, ctx, *operands, implementation, **params):
+        if implementation != "xla":
+            reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
+            _fall_back(self.op, implementation, reason)
+        return lower(self.reference, ctx, *operands, **params)
+
+    def lower_cuda(self, lower, ctx, *operands, implementation, **params):
+        reason = None if implementation == "xla" else _unusable_reason()
+        if reason is not None:
+            _fall_back(self.op, implementation, reason)
+        run = self.reference if implementation == "xla" or reason is not None else self.kernel
+        return lower(run, ctx, *operands, **params)
+
+    # From jax 0.12 on, the equation comes after which operands are live: that is for Refs alone.
+    def dce(self, used, *live_and_eqn):
+        eqn = live_and_eqn[-1]
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        if self.dce_rule is not None:
+            params, kept = self.dce_rule(used, **eqn.params)
+            eqn = eqn.replace(params=params, outvars=[eqn.outvars[i] for i in kept])
+        return [True] * len(eqn.invars), eqn
+
+    def jvp(self, primals, tangents, **params):
+        raise NotImplementedError(
+            f"{self.op}: matmul, dot_general, ragged_dot, ragged_dot_general, moe_mlp and "
+            f"moe_layer are differentiable once, in reverse mode, and {self.op} is not: FP8 values "
+            "have no useful tangents. Take no gradient of a gradient. Pass a product w itself "
+            "rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
+        )
+
+
+def _make(rules: _Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
+    """A primitive that is lowered by one of the rules' two ways."""
+    primitive = Primitive(rules.name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(rules.abstract_eval)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    mlir.register_lowering(primitive, partial(rules.lower_default, lower))
+    mlir.register_lowering(primitive, partial(rules.lower_cuda, lower), platform="cuda")
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = rules.jvp
+    partial_eval.dce_rules[primitive] = rules.dce
+    return primitive
+
+
+def _like(aval, out: jax.ShapeDtypeStruct):
+    """`out` on the mesh and with the varying axes of `aval`, not sharded over Explicit axes."""
+    sharding = aval.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
+    return aval.update(shape=out.shape, dtype=out.dtype, sharding=sharding, weak_type=False)
+
+
+def _platforms(ctx) -> str:
+    return ", ".join(ctx.platforms or ctx.module_context.platforms)
+
+
+def _check_partitioner(op: str, ctx) -> None:
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if num_devices > 1 and _needs_devices is None:
+        what = f"{op}: jit over {num_devices} devices must have a JAX that can partition the op"
+        raise NotImplementedError(jax_drift.unsupported(what))
+    if num_devices > 1 and not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        # NOTE: with JAX 0.10.2 GSPMD would abort the process: it asks for rules that are not there.
+        raise NotImplementedError(
+            f"{op}: jit over {num_devices} devices must partition by Shardy; got "
+            "jax_use_shardy_partitioner=False. Leave it at its default, or call this in a "
+            "jax.shard_map."
+        )
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+def _unusable_reason() -> str | None:
+    """Why the kernel cannot run here; None also where only another machine will run it."""
+    return extension.unavailable_reason() if _has_gpu() else None
+
+
+def _fall_back(op: str, implementation: str | None, reason: str) -> None:
+    if implementation == "cuda":
+        raise RuntimeError(
+            f"{op}: implementation='cuda' must be lowered for a GPU that runs the kernels; "
+            f"got: {reason}. Use None or 'xla'."
+        )
+    extension.warn_once(reason)

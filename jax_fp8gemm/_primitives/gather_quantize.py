@@ -1,0 +1,158 @@
+"""gather_quantize: rows of an array by number, quantised as they are copied.
+
+What is quantised, row i for every i < m, in f32:
+
+    y[i] = x[rows[i]]                          x (s, k)
+    y[i] = x[rows[i]] * weights[i]             weighted
+
+as rows and as ragged columns (quantize_ragged.py); it is never stored. x may be FP8 with its
+scales: the columns of tokens that travelled (moe/_parallel/mlp.py) are then requantised for a
+weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.scaled_array import ScaledArray, spread_scale
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.rule import PartitionRule
+
+_OP = "gather_quantize"
+
+
+@jax.named_scope("fp8gemm_gather_quantize")
+def gather_quantize(
+    x: jax.Array | ScaledArray,
+    rows: jax.Array,
+    weights: jax.Array | None,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    mode: str,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ...]:
+    """Quantises y, whose rows are sorted by group.
+
+    Args:
+      x: (s, k) bf16, f16 or f32, or a ScaledArray with block (1, 128), of which only "column" can
+        be had.
+      rows: (m,) int32. A number below 0 is the first row, one past the last the last.
+      weights: (m,) f32, or None.
+      group_sizes, first_row: int32, as for ragged_columns.
+      mode: "row": (m, k), quantised along k; "column": (k, t), along the tokens of each group;
+        "row_column": both.
+    Returns:
+      one ScaledArray, or two.
+    """
+    arrays = (x.values, x.scale) if isinstance(x, ScaledArray) else (x,)
+    results = gather_quantize_p(
+        *arrays,
+        rows,
+        *(() if weights is None else (weights,)),
+        group_sizes,
+        first_row,
+        is_weighted=weights is not None,
+        mode=mode,
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+        implementation=implementation,
+    )
+    return tuple(map(ScaledArray, results[::2], results[1::2]))
+
+
+def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
+    """x, [its scales], rows, [weights] and (group_sizes, first_row)."""
+    x, *more, group_sizes, first_row = operands
+    weights = [more.pop()] if is_weighted else []
+    *scale, rows = more
+    return x, scale, rows, weights, (group_sizes, first_row)
+
+
+def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale: bool):
+    x, scale, rows, weights, (group_sizes, _) = _split(operands, is_weighted)
+    checks.check_ndim(_OP, "x", x, 2, "(s, k)")
+    if scale:
+        checks.check_scaled(_OP, "x", x, scale[0], (1, checks.SCALE_BLOCK))
+    else:
+        checks.check_dtype(_OP, "x", x, checks.FLOAT_DTYPES)
+    checks.check_ndim(_OP, "rows", rows, 1, "(m,)")
+    checks.check_dtype(_OP, "rows", rows, (jnp.dtype(jnp.int32),))
+    _groups.check_group_sizes(_OP, group_sizes)
+    (s, k), (m,) = x.shape, rows.shape
+    if m > 0 and s == 0:
+        raise ValueError(
+            f"{_OP}: x (s, k) must have a row if rows (m,) has one; "
+            f"got x {checks.short_type(x)}, rows {checks.short_type(rows)}"
+        )
+    if scale and mode != "column":
+        raise ValueError(
+            f"{_OP}: mode must be 'column' for an FP8 x; "
+            f"got mode {mode!r}, x {checks.short_type(x)}"
+        )
+    expected = checks.short_type(jax.ShapeDtypeStruct((m,), jnp.float32))
+    if weights and checks.short_type(weights[0]) != expected:
+        raise ValueError(
+            f"{_OP}: weights must be {expected}, one for each of rows; "
+            f"got weights {checks.short_type(weights[0])}"
+        )
+    return result_types(m, k, group_sizes.shape[0], mode, e5m2)
+
+
+def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
+    x, scale, rows, weights, groups = _split(operands, is_weighted)
+    take = lambda a: jnp.take(a, rows, axis=0, mode="clip")
+    if rows.size == 0:
+        y = jnp.zeros((0, x.shape[1]), jnp.float32)
+    elif scale:
+        y = take(x).astype(jnp.float32) * spread_scale(ScaledArray(take(x), take(scale[0])))
+    else:
+        y = take(x).astype(jnp.float32)
+    if weights:
+        y *= weights[0][:, None]
+    return reference(y, *groups, **params)
+
+
+def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:
+    x, scale, rows, weights, groups = _split(operands, is_weighted)
+    results = _shape_rule(*operands, is_weighted=is_weighted, **params)
+    if x.size == 0 or rows.size == 0:
+        return _reference(*operands, is_weighted=is_weighted, **params)
+    source = "weighted_gather" if is_weighted else "gather"
+    arrays = [x, *scale, rows, *weights]
+    target = extension.GATHER_QUANTIZE_TARGET
+    return call_kernel(target, source, arrays, groups, results, num_scales=len(scale), **params)
+
+
+def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> PartitionRule:
+    """By features alone: any row may be asked for."""
+    _, scale, _, weights, _ = _split(operands, is_weighted)
+    rows, columns = ("m k", "m k"), ("k tokens", "k tokens")
+    return PartitionRule(
+        ("s k", *["s k"] * len(scale), "m", *["m"] * len(weights), "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        {"k": checks.SCALE_BLOCK},
+        uncut=("s", "m", "sizes", "first", "tokens"),
+    )
+
+
+gather_quantize_p = define_primitive(
+    extension.GATHER_QUANTIZE_TARGET,
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+)

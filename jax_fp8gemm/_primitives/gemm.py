@@ -1,0 +1,223 @@
+"""gemm_p: the primitive behind scaled_matmul, its rules and its kernel.
+
+For lhs (m, k) and rhs (n, k), quantised:
+
+    out[i, j] = the chain over k-blocks b ascending, from promoted = 0, of
+        promoted = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b], promoted)
+        promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
+
+the former with 128x128 scale blocks on rhs (1d2d), the latter with 1x128 (1d1d); then rounded to
+the result's dtype.
+
+m may be several dimensions of lhs and of the result; so may k, of lhs and rhs: num_k_dims, the last
+of whole scale blocks. A mesh may cut each of them. They are folded where the product runs, on the
+shards of a device.
+The reference computes the same sum without promising the last bits of the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._primitives.batch import bind_each, map_batch
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.manual_axes import constant_like
+from jax_fp8gemm._sharding.partition import Shards
+from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._tuning import choose, tile_config
+
+_BLOCK = checks.SCALE_BLOCK
+
+
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype):
+    shapes = _matrix_shapes(operands, num_k_dims)
+    matrices = [
+        jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
+    ]
+    _check(*matrices, is_1d1d=is_1d1d, out_dtype=out_dtype)
+    lhs, rhs = operands[0], operands[2]
+    n = rhs.shape[_num_batch_dims(rhs, num_k_dims)]
+    return [jax.ShapeDtypeStruct((*lhs.shape[:-num_k_dims], n), out_dtype)]
+
+
+def _num_batch_dims(rhs, num_k_dims: int) -> int:
+    """How many dimensions all operands have in front, with a product for each element."""
+    return rhs.ndim - 1 - num_k_dims
+
+
+def _matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
+    """The shapes of one product's operands as matrices."""
+    first = _num_batch_dims(operands[2], num_k_dims)
+    num_columns = [num_k_dims] * 4 + [1] * (len(operands) - 4)
+    return [
+        (math.prod(x.shape[first:-count]), math.prod(x.shape[-count:]))
+        for x, count in zip(operands, num_columns, strict=True)
+    ]
+
+
+def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> None:
+    op = "gemm"
+    checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
+    checks.check_scaled(op, "rhs", rhs, rhs_scale, (1 if is_1d1d else _BLOCK, _BLOCK))
+    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    shape = (lhs.shape[0], rhs.shape[0])
+    for accum_aval in accum:
+        checks.check_accumulator(op, accum_aval, shape, out_dtype)
+
+
+def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    """The product in plain JAX."""
+    m, k = lhs.shape
+    n = rhs.shape[0]
+    if k == 0:
+        return list(accum) or [jnp.zeros((m, n), out_dtype)]
+    if not is_1d1d:
+        rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
+    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    pad_k = lambda x: jnp.pad(x, ((0, 0), (0, -k % _BLOCK)))
+    lhs, rhs = pad_k(lhs), pad_k(rhs)
+
+    def promote(promoted, b):
+        # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
+        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
+        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
+        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+        return promoted + column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial, None
+
+    zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    promoted, _ = lax.scan(promote, zeros, jnp.arange(checks.num_blocks(k)))
+    for x in accum:
+        promoted = x + promoted
+    return [promoted.astype(out_dtype)]
+
+
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+    """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads rhs and slices the result."""
+    m, k = lhs.shape
+    n = rhs.shape[0]
+    if 0 in (m, n, k):
+        return list(accum) or [jnp.zeros((m, n), out_dtype)]
+    pad = lambda x, rows, columns, value=0: (
+        jnp.pad(x, ((0, rows), (0, columns)), constant_values=value) if rows or columns else x
+    )
+    pad_k, pad_n = -k % 16, -n % 8
+    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, pad_n, pad_k)
+    if is_1d1d:
+        rhs_scale = pad(rhs_scale, pad_n, 0, 1)
+    # The 128x128 scales stay: n rounded up to 8 ends in the same block.
+    accum = [pad(x, 0, pad_n) for x in accum]
+    config = _config(lhs, rhs, is_1d1d, out_dtype, bool(accum))
+    # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
+    row_major, column_major = (0, 1), (1, 0)
+    rhs_scale_layout = column_major if is_1d1d else row_major
+    layouts = [row_major, column_major, row_major, rhs_scale_layout, row_major]
+    out = jax.ffi.ffi_call(
+        extension.GEMM_TARGET,
+        jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
+        input_layouts=layouts[: 4 + len(accum)],
+        output_layouts=row_major,
+        input_output_aliases={4: 0} if accum else None,
+    )(lhs, lhs_scale, rhs, rhs_scale, *accum, config=config)
+    return [out[:, :n]]
+
+
+def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, Any]:
+    num_sms = extension.num_sms()
+    spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=accumulate)
+    (m, k), n = lhs.shape, rhs.shape[0]
+    config = choose.choose(m, n, k, num_sms=num_sms, **spec)
+    return config.attributes(**spec, **tile_config.formats(lhs, rhs), num_sms=num_sms)
+
+
+def _folded(run):
+    """`run`, a product of matrices, for the operands of the primitive."""
+
+    def run_folded(*operands, num_k_dims: int, reduce_dtype, **params):
+        lhs, rhs = operands[0], operands[2]
+        num_batch_dims = _num_batch_dims(rhs, num_k_dims)
+        batch = [math.prod(lhs.shape[:num_batch_dims])] if num_batch_dims else []
+        shapes = _matrix_shapes(operands, num_k_dims)
+        folded = [x.reshape(*batch, *shape) for x, shape in zip(operands, shapes, strict=True)]
+        run_one = partial(run, **params)
+        (out,) = map_batch(run_one, folded, [0] * len(folded)) if batch else run_one(*folded)
+        return [out.reshape(*lhs.shape[:-num_k_dims], rhs.shape[num_batch_dims])]
+
+    return run_folded
+
+
+def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
+    """A batched lhs has one more dimension of rows, a batched rhs is folded into n; a product for
+    each element where both are.
+
+    One by one where only accum is, and where a block of 128 columns would span two elements.
+    """
+    lhs_batched = any(d is not None for d in dims[:2])
+    rhs_batched = any(d is not None for d in dims[2:4])
+    front = lambda i, size: (
+        jnp.broadcast_to(operands[i][None], (size, *operands[i].shape))
+        if dims[i] is None
+        else jnp.moveaxis(operands[i], dims[i], 0)
+    )
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d)
+    is_batch = operands[2].ndim - (dims[2] is not None) > 1 + num_k_dims
+    if is_batch or (lhs_batched and rhs_batched):
+        return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
+    n = operands[2].shape[1 if dims[2] == 0 else 0]
+    if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
+        return bind_each(gemm_p, operands, dims, **params), [0]
+    accum = [front(4, size)] if len(operands) == 5 else []
+    if lhs_batched:
+        return gemm_p(front(0, size), front(1, size), *operands[2:4], *accum, **params), [0]
+    rows = operands[0].shape[:-num_k_dims]
+    rhs = (front(i, size) for i in (2, 3))
+    rhs = (x.reshape(size * x.shape[1], *x.shape[2:]) for x in rhs)
+    accum = [jnp.moveaxis(x, 0, -2).reshape(*rows, size * n) for x in accum]
+    (out,) = gemm_p(*operands[:2], *rhs, *accum, **params)
+    return [out.reshape(*rows, size, n)], [len(rows)]
+
+
+def _partition_rule(
+    *operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype
+) -> PartitionRule:
+    lhs, rhs = operands[0], operands[2]
+    num_batch_dims = _num_batch_dims(rhs, num_k_dims)
+    several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
+    batch = several("b", num_batch_dims)
+    m = several("m", lhs.ndim - num_batch_dims - num_k_dims - 1) + "m"
+    k = several("k", num_k_dims - 1) + "k"
+    lhs_dims, rhs_dims, out_dims = f"{batch}{m} {k}", f"{batch}n {k}", f"{batch}{m} n"
+    dims = lhs_dims, lhs_dims, rhs_dims, rhs_dims, out_dims
+    blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
+    return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting=tuple(k.split()))
+
+
+def _run_shard(run, *operands, shards: Shards, out_dtype, **params):
+    """Sums over the mesh in params["reduce_dtype"], before anything is added or rounded."""
+    if not shards.is_summed:
+        return run(*operands, out_dtype=out_dtype, **params)
+    (part,) = run(*operands[:4], out_dtype=params["reduce_dtype"], **params)
+    total = shards.reduce(part)
+    for x in operands[4:]:
+        total = x + total
+    return [total.astype(out_dtype)]
+
+
+gemm_p = define_primitive(
+    "jax_fp8gemm_gemm",
+    shape_rule=_shape_rule,
+    reference=_folded(reference),
+    ffi_call=_folded(_ffi_call),
+    batch_rule=_batch_rule,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)

@@ -1,0 +1,225 @@
+"""scaled_ragged_dot: each group of rows times its own matrix, quantised, all K-major.
+
+With rows(i) the rows of group i (_data/groups.py says which), per group the chain of
+gemm.py, 1d2d:
+
+    out[rows(i)] = lhs[rows(i)] . rhs[i]^T
+
+A group's result has the bits of scaled_matmul of that group alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._ops.scaled_matmul import OUT_DTYPES
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.gemm import reference
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.manual_axes import constant_like
+from jax_fp8gemm._sharding.partition import Shards
+from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._tuning import choose, tile_config
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_BLOCK = checks.SCALE_BLOCK
+
+
+@naming_devices
+def scaled_ragged_dot(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: Int[Array, " g"],
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    implementation: Implementation = None,
+) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
+    """Multiplies each group of rows of lhs by the transpose of its own rhs[i].
+
+    Args:
+      lhs: (m, k) with scale blocks (1, 128), rows sorted by group; or (g, max_m, k), the masked
+        form for decoding: group i is the first group_sizes[i] rows of lhs[i].
+      rhs: (g, n, k) with scale blocks (128, 128).
+      group_sizes: (g,) integers on the device. A negative size counts as 0, rows past m (or
+        max_m) as none.
+      out_dtype: bfloat16 or float32.
+      implementation: as for scaled_matmul.
+    Returns:
+      (m, n) or (g, max_m, n) array; rows of no group are zero, whatever lhs holds there. Not
+      differentiable: jax_fp8gemm.ragged_dot is. Sharded over Explicit mesh axes as lhs is in m and
+      rhs in n; summed over those that k, or in the former g, is sharded over.
+    Raises:
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "scaled_ragged_dot"
+    lhs, rhs, group_sizes = map(checks.as_array, (lhs, rhs, group_sizes))
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+    if lhs.ndim not in (2, 3):
+        checks.check_ndim(op, "lhs", lhs, 2, "(m, k) or (g, max_m, k)")
+    checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
+    for name, x, block in (("lhs", lhs, (1, 128)), ("rhs", rhs, (128, 128))):
+        if x.block != block:
+            raise ValueError(f"{op}: {name}.block must be {block}; got {x.block}")
+    checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[2])
+    checks.check_array(op, "group_sizes", group_sizes)
+    groups.check_group_sizes(op, group_sizes, rhs.shape[0])
+    groups.check_rows(op, lhs, lhs.shape[-2], group_sizes)
+    if lhs.ndim == 3 and lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
+            f"got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
+        )
+    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    checks.check_implementation(op, implementation)
+    first_row = jnp.zeros((1,), jnp.int32)
+    return grouped_gemm(lhs, rhs, group_sizes, first_row, out_dtype, implementation)
+
+
+@jax.named_scope("fp8gemm_grouped_gemm")
+def grouped_gemm(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    reduce_dtype: Any = jnp.float32,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,).
+
+    reduce_dtype: of the partial sums that devices add where a mesh cuts k, or g.
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    """
+    sizes = groups.as_int32(group_sizes)
+    operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
+    operands = [jnp.asarray(x) for x in operands]
+    params = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return grouped_gemm_p(*operands, **how, **params)[0]
+
+
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+    op = "grouped_gemm"
+    checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
+    checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
+    checks.check_scaled(op, "rhs", rhs, rhs_scale, (_BLOCK, _BLOCK))
+    checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[2])
+    groups.check_group_sizes(op, group_sizes, rhs.shape[0])
+    return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
+
+
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+    if lhs.ndim == 3:
+        params = dict(out_dtype=out_dtype, reduce_dtype=reduce_dtype)
+        one = lambda xs: _reference(*xs, first_row=first_row, **params)[0]
+        return [
+            lax.map(one, (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None]))
+        ]
+    (m, _), (g, n, _) = lhs.shape, rhs.shape
+    group = groups.group_of_rows(group_sizes, first_row, m)[:, None]
+
+    def add_group(out, xs):
+        # All rows times this group's matrix, of which its own are kept: what the others hold, or
+        # what the matrices of other groups hold, NaN too, reaches nothing.
+        i, weights, scale = xs
+        (product,) = reference(
+            lhs, lhs_scale, weights, scale, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32)
+        )
+        return jnp.where(group == i, product, out), None
+
+    out = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    out, _ = lax.scan(add_group, out, (jnp.arange(g, dtype=jnp.int32), rhs, rhs_scale))
+    return [out.astype(out_dtype)]
+
+
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+    """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads and slices the result."""
+    (*batch, k), (g, n, _) = lhs.shape, rhs.shape
+    if 0 in (*batch, n, k):
+        return [jnp.zeros((*batch, n), out_dtype)]
+    pad_k, pad_n = -k % 16, -n % 8
+    pad = lambda x, *ends: jnp.pad(x, [(0, end) for end in ends]) if any(ends) else x
+    m = math.prod(batch)
+    lhs, lhs_scale = (x.reshape(m, x.shape[-1]) for x in (lhs, lhs_scale))
+    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, 0, pad_n, pad_k)
+    rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
+    spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
+    num_sms = extension.num_sms()
+    config = choose.choose_grouped(m, n, k, g, **spec, num_sms=num_sms).attributes(
+        **spec,
+        **tile_config.formats(lhs, rhs),
+        num_sms=num_sms,
+        grouping=tile_config.GROUPED_ROWS,
+    )
+    # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    out, _ = jax.ffi.ffi_call(
+        extension.GROUPED_GEMM_TARGET,
+        (
+            jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
+            jax.ShapeDtypeStruct((1,), jnp.int32),  # counts the tiles
+        ),
+        input_layouts=[row_major, column_major, row_major, row_major, vector, vector],
+        output_layouts=[row_major, vector],
+    )(
+        *(lhs, lhs_scale, rhs, rhs_scale),
+        group_sizes.astype(jnp.int32),
+        first_row,
+        config=config,
+        rows_per_group=np.int32(batch[1] if len(batch) == 2 else 0),
+    )
+    return [out[:, :n].reshape(*batch, n)]
+
+
+def _partition_rule(lhs, *_, out_dtype, reduce_dtype) -> PartitionRule:
+    blocks = {"k": _BLOCK, "n": _BLOCK}
+    if lhs.ndim == 3:
+        dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
+        return PartitionRule(dims, ("g t n",), blocks, ("k",), uncut=("first",))
+    # A row's sum over the groups has one term: a device that has not its group has zeros for it.
+    dims = ("t k", "t k", "g n k", "g n k", "sizes", "first")
+    return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
+
+
+def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
+    """Multiplies a device's rows by its groups' matrices; of other groups it has no rows."""
+    *matrices, group_sizes, first_row = operands
+    m, g = operands[0].shape[-2], operands[2].shape[0]
+    row = shards.index("t") * m
+    if operands[0].ndim == 3:
+        sizes = jnp.clip(group_sizes - row, 0, m)
+    else:
+        ranges = groups.row_ranges(group_sizes, first_row, shards.count("t") * m)
+        own = lambda x: lax.dynamic_slice_in_dim(x, shards.index("g") * g, g)
+        starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
+        sizes, first_row = ends - starts, starts[:1]
+    dtype = reduce_dtype if shards.is_summed else out_dtype
+    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, reduce_dtype=reduce_dtype)
+    return [shards.reduce(out).astype(out_dtype)]
+
+
+grouped_gemm_p = define_primitive(
+    "jax_fp8gemm_grouped_gemm",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)

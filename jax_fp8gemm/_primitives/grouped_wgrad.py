@@ -1,0 +1,214 @@
+"""scaled_ragged_wgrad: the contraction over the tokens of each group, quantised, 1d1d.
+
+With columns(i) those of group i (_data/groups.py says which), per group the chain of gemm.py:
+
+    out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
+
+A group's result has the bits of scaled_matmul of that group alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._ops.scaled_matmul import OUT_DTYPES
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.manual_axes import constant_like
+from jax_fp8gemm._sharding.partition import Shards
+from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._tuning import choose, tile_config
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int
+
+_BLOCK = checks.SCALE_BLOCK
+
+
+@naming_devices
+def scaled_ragged_wgrad(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: Int[Array, " g"],
+    *,
+    out_dtype: Any = jnp.float32,
+    accumulate_into: Float32[Array, "g m n"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "g m n"]:
+    """Contracts the tokens of each group: the weight gradient of a ragged dot.
+
+    Args:
+      lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
+      group_sizes: (g,) integers on the device, as quantize_ragged had them.
+      out_dtype: float32 or bfloat16.
+      accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
+      implementation: as for scaled_matmul.
+    Returns:
+      (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
+      Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
+    Raises:
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "scaled_ragged_wgrad"
+    operands = map(checks.as_array, (lhs, rhs, group_sizes, accumulate_into))
+    lhs, rhs, group_sizes, accumulate_into = operands
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
+        if x.block != (1, 128):
+            raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
+    _check_tokens(op, lhs, rhs)
+    checks.check_array(op, "group_sizes", group_sizes)
+    groups.check_group_sizes(op, group_sizes)
+    checks.check_count(op, "t", lhs.shape[1], lhs)
+    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    checks.check_implementation(op, implementation)
+    if accumulate_into is not None:
+        checks.check_array(op, "accumulate_into", accumulate_into)
+        shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+        checks.check_accumulator(op, accumulate_into, shape, out_dtype)
+    return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
+
+
+def _check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if lhs.shape[1] % _BLOCK:
+        raise ValueError(
+            f"{op}: t must be a multiple of 128; got lhs {checks.short_type(lhs)}. "
+            "Quantise with quantize_ragged, which fills up the last block of each group."
+        )
+
+
+@jax.named_scope("fp8gemm_grouped_wgrad")
+def grouped_wgrad(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: jax.Array,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    accum: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """scaled_ragged_wgrad without the checks.
+
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    """
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, groups.as_int32(group_sizes)]
+    operands += [] if accum is None else [accum]
+    operands = [jnp.asarray(x) for x in operands]
+    params = dict(out_dtype=jnp.dtype(out_dtype))
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return grouped_wgrad_p(*operands, **how, **params)[0]
+
+
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    op = "grouped_wgrad"
+    for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
+        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
+        checks.check_scaled(op, name, x, scale, (1, _BLOCK))
+    _check_tokens(op, lhs, rhs)
+    groups.check_group_sizes(op, group_sizes)
+    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+    for accum_aval in accum:
+        checks.check_accumulator(op, accum_aval, shape, out_dtype)
+    return [jax.ShapeDtypeStruct(shape, out_dtype)]
+
+
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
+    num_blocks = t // _BLOCK
+    blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
+    ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
+    group = groups.count_up_to(ends, jnp.arange(num_blocks, dtype=jnp.int32))
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+
+    def promote(promoted, b):
+        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
+        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
+        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+        scaled = column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial
+        # mode="drop": blocks behind the last group have index g.
+        return promoted.at[group[b]].add(scaled, mode="drop"), None
+
+    promoted = constant_like(lhs, jnp.zeros((g, m, n), jnp.float32))
+    if num_blocks > 0:
+        promoted, _ = lax.scan(promote, promoted, jnp.arange(num_blocks, dtype=jnp.int32))
+    for x in accum:
+        promoted = x + promoted
+    return [promoted.astype(out_dtype)]
+
+
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    """The kernel, which needs n % 8 == 0: pads rhs and slices the result."""
+    (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
+    if 0 in (m, n, t):
+        return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
+    pad_n = -n % 8
+    if pad_n:
+        rhs = jnp.pad(rhs, ((0, pad_n), (0, 0)))
+        rhs_scale = jnp.pad(rhs_scale, ((0, pad_n), (0, 0)), constant_values=1)
+        accum = [jnp.pad(x, ((0, 0), (0, 0), (0, pad_n))) for x in accum]
+    accum = [x.reshape(g * m, n + pad_n) for x in accum]
+    spec = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
+    num_sms = extension.num_sms()
+    config = choose.choose_grouped(m, n, t, g, **spec, num_sms=num_sms).attributes(
+        **spec,
+        **tile_config.formats(lhs, rhs),
+        num_sms=num_sms,
+        grouping=tile_config.GROUPED_CONTRACTION,
+    )
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    layouts = [row_major, column_major, row_major, column_major, vector, row_major]
+    out = jax.ffi.ffi_call(
+        extension.GROUPED_WGRAD_TARGET,
+        jax.ShapeDtypeStruct((g * m, n + pad_n), out_dtype),
+        input_layouts=layouts[: 5 + len(accum)],
+        output_layouts=row_major,
+        input_output_aliases={5: 0} if accum else None,
+    )(lhs, lhs_scale, rhs, rhs_scale, group_sizes.astype(jnp.int32), *accum, config=config)
+    return [out[:, :n].reshape(g, m, n)]
+
+
+def _partition_rule(*operands, out_dtype) -> PartitionRule:
+    # Where a token's column is depends on the sizes of all groups: no device has only some.
+    dims = ("m t", "m t", "n t", "n t", "sizes", "g m n")[: len(operands)]
+    return PartitionRule(dims, ("g m n",), contracting=("t",), uncut=("t", "sizes"))
+
+
+def _run_shard(run, *operands, shards: Shards, out_dtype):
+    """Contracts the columns of a device's groups: those from its first group on."""
+    if shards.count("g") == 1:
+        return run(*operands, out_dtype=out_dtype)
+    *columns, group_sizes = operands[:5]
+    t, g = columns[0].shape[1], group_sizes.shape[0] // shards.count("g")
+    first_group = shards.index("g") * g
+    sizes = jnp.clip(group_sizes, 0, t)
+    first_block = groups.column_starts(jnp.zeros_like(sizes), sizes)[first_group] // _BLOCK
+
+    def from_first(x):
+        start = first_block * (x.shape[1] * _BLOCK // t)
+        return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, x.shape[1]))), start, x.shape[1], 1)
+
+    sizes = lax.dynamic_slice_in_dim(sizes, first_group, g)
+    return run(*map(from_first, columns), sizes, *operands[5:], out_dtype=out_dtype)
+
+
+grouped_wgrad_p = define_primitive(
+    "jax_fp8gemm_grouped_wgrad",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)

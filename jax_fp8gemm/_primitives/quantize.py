@@ -1,0 +1,162 @@
+"""quantize_p: the primitive behind quantize, its rules and its kernel.
+
+Modes: scale blocks of 128 along a "row", a "column", or both ("row_column"); or squares, the values
+as they are ("block"), transposed, or both. Of (..., m, k) the columns are (k, ..., m), so that they
+lie as a contraction over all rows reads them, and squares transposed (..., k, m).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.rounding import block_types, quantize_blocks
+from jax_fp8gemm._primitives.batch import map_batch
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._tuning import quantize_config
+
+_BLOCK = checks.SCALE_BLOCK
+SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
+_MAX_BATCH = 65535  # of one launch: CUDA's largest second extent of a grid
+
+
+def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
+    checks.check_min_ndim("quantize", "x", x, 2, "(..., m, k)")
+    *batch, m, k = x.shape
+    *front, last = [k, *batch]
+    rows, columns = block_types(m, k, 1, e5m2, batch), block_types(last, m, 1, e5m2, front)
+    values, scale = block_types(m, k, _BLOCK, e5m2, batch)
+    transposed = block_types(k, m, _BLOCK, e5m2, batch)
+    return {
+        "row": rows,
+        "column": columns,
+        "row_column": rows + columns,
+        "block": [values, scale],
+        "block_transposed": transposed,
+        "block_both": [values, transposed[0], scale],
+    }[mode]
+
+
+def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    if x.ndim > 2:
+        each = partial(_reference, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+        return jax.vmap(each, out_axes=_BATCH_DIMS[mode])(x)
+    x = x.astype(jnp.float32)
+    rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
+    if mode == "row":
+        return rows(x)
+    if mode == "column":
+        return rows(x.T)
+    if mode == "row_column":
+        return rows(x) + rows(x.T)
+    values, scale = quantize_blocks(x, _BLOCK, e5m2, pow2_scale)
+    return {
+        "block": [values, scale],
+        "block_transposed": [values.T, scale.T],
+        "block_both": [values, values.T, scale],
+    }[mode]
+
+
+def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+    results = _shape_rule(x, **params)
+    if x.size == 0:
+        return _reference(x, **params)
+    if x.ndim > (3 if mode in SQUARE_MODES else 2):
+        folded = _call_folded(partial(_ffi_call, **params), x, mode)
+        return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
+    if x.ndim == 3 and len(x) > _MAX_BATCH:
+        starts = range(0, len(x), _MAX_BATCH)
+        parts = [_ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
+        return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+    # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
+    row_major, column_major = tuple(range(x.ndim)), (1, 0)
+    scale_layout = row_major if mode in SQUARE_MODES else column_major
+    config = quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
+    call = jax.ffi.ffi_call(
+        extension.QUANTIZE_TARGET,
+        results,
+        input_layouts=[row_major],
+        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
+    )
+    return list(call(x, config=config))
+
+
+def _call_folded(call, x, mode: str) -> Sequence[jax.Array]:
+    """`call` with the leading dimensions of `x` as one, which the kernel takes of squares only:
+    folded into m, or one by one where scale blocks would then span two elements."""
+    *batch, m, k = x.shape
+    matrices = x.reshape(math.prod(batch), m, k)
+    if mode in SQUARE_MODES:
+        return call(matrices)
+    if mode == "row" or m % _BLOCK == 0:
+        return call(matrices.reshape(-1, k))
+    results = map_batch(call, [matrices], [0])
+    return [jnp.moveaxis(y, 0, d) for y, d in zip(results, _BATCH_DIMS[mode], strict=True)]
+
+
+# The dimension of each result that is the first leading one of x.
+_BATCH_DIMS = {
+    "row": [0, 0],
+    "column": [1, 1],
+    "row_column": [0, 0, 1, 1],
+    "block": [0, 0],
+    "block_transposed": [0, 0],
+    "block_both": [0, 0, 0],
+}
+
+
+def _batch_rule(operands, dims, *, mode: str, **params):
+    x = jnp.moveaxis(operands[0], dims[0], 0)
+    return quantize_p(x, mode=mode, **params), _BATCH_DIMS[mode]
+
+
+def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
+    batch = "".join(f"b{i} " for i in range(x.ndim - 2))
+    rows, columns, transposed = f"{batch}m k", f"k {batch}m", f"{batch}k m"
+    results = {
+        "row": (rows, rows),
+        "column": (columns, columns),
+        "row_column": (rows, rows, columns, columns),
+        "block": (rows, rows),
+        "block_transposed": (transposed, transposed),
+        "block_both": (rows, transposed, rows),
+    }[mode]
+    blocked = {"row": "k", "column": "m"}.get(mode, "mk")
+    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
+
+
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Along one axis only, or without the transposed values, where the rest is not used."""
+    if mode == "block_both" and not used[1]:
+        return dict(params, mode="block"), (0, 2)
+    return keep_used_axes(used, mode=mode, **params)
+
+
+def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
+    kept = range(len(used))
+    if mode == "row_column" and not any(used[2:]):
+        mode, kept = "row", (0, 1)
+    elif mode == "row_column" and not any(used[:2]):
+        mode, kept = "column", (2, 3)
+    return dict(params, mode=mode), kept
+
+
+quantize_p = define_primitive(
+    "jax_fp8gemm_quantize",
+    shape_rule=_shape_rule,
+    reference=_reference,
+    ffi_call=_ffi_call,
+    batch_rule=_batch_rule,
+    dce_rule=_dce_rule,
+    partition_rule=_partition_rule,
+)

@@ -1,0 +1,213 @@
+"""quantize_ragged: quantisation along the tokens of each group, for a contraction over them.
+
+The columns of the result are the tokens of the groups, laid out as _data/groups.py says; values and
+scales are those of quantize(axis=-2) for each group alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.rounding import block_types, quantize_blocks
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.partition import Shards
+from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._tuning import quantize_config
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@naming_devices
+def quantize_ragged(
+    x: Float[Array, "m k"],
+    group_sizes: Int[Array, " g"],
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    pow2_scale: bool = False,
+    implementation: Implementation = None,
+) -> ScaledArray:
+    """Quantises x along the tokens of each group: an operand of scaled_ragged_wgrad.
+
+    Args:
+      x: (m, k) bf16, f16 or f32, rows (tokens) sorted by group.
+      group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
+        rows past m as none; rows past the sum are left out.
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2_scale: round each scale up to a power of two.
+      implementation: as for quantize.
+    Returns:
+      ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
+      at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
+      block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
+      differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
+    Raises:
+      TypeError: a dtype, or a pow2_scale that is no bool.
+      ValueError: a rank, no or more than 1024 groups, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "quantize_ragged"
+    x, group_sizes = map(checks.as_array, (x, group_sizes))
+    checks.check_bool(op, pow2_scale=pow2_scale)
+    for name, operand in (("x", x), ("group_sizes", group_sizes)):
+        checks.check_array(op, name, operand)
+    _check(op, x, group_sizes)
+    dtype = checks.check_out_dtype(op, "dtype", dtype, checks.FP8_DTYPES)
+    checks.check_implementation(op, implementation)
+    first_row = jnp.zeros((1,), jnp.int32)
+    return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)
+
+
+def _check(op: str, x: Any, group_sizes: Any) -> None:
+    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
+    _groups.check_group_sizes(op, group_sizes)
+    _groups.check_rows(op, x, x.shape[0], group_sizes)
+
+
+def ragged_columns(
+    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
+) -> ScaledArray:
+    """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
+    values, scale = _run(x, group_sizes, first_row, "column", dtype, pow2_scale, implementation)
+    return ScaledArray(values, scale)
+
+
+def rows_and_ragged_columns(
+    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
+) -> tuple[ScaledArray, ScaledArray]:
+    """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
+    rows, row_scale, columns, column_scale = _run(
+        x, group_sizes, first_row, "row_column", dtype, pow2_scale, implementation
+    )
+    return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
+
+
+@jax.named_scope("fp8gemm_quantize_ragged")
+def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation):
+    operands = (jnp.asarray(x), _groups.as_int32(group_sizes), first_row)
+    params: dict[str, Any] = dict(
+        mode=mode,
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+    )
+    return quantize_ragged_p(*operands, implementation=implementation, **params)
+
+
+def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
+    _check("quantize_ragged", x, group_sizes)
+    m, k = x.shape
+    return result_types(m, k, group_sizes.shape[0], mode, e5m2)
+
+
+def result_types(
+    m: int, k: int, num_groups: int, mode: str, e5m2: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """Types of (m, k) quantised along k, along the tokens of each group, or both."""
+    rows = block_types(m, k, 1, e5m2)
+    columns = block_types(k, _groups.ragged_extent(m, num_groups), 1, e5m2)
+    return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
+
+
+def reference(
+    x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
+) -> list[jax.Array]:
+    """x (m, k) quantised along k, along the tokens of each group, or both, in plain JAX."""
+    x = x.astype(jnp.float32)
+    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
+    if mode == "row":
+        return rows
+    source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
+    x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m
+    return [*rows, *quantize_blocks(x_and_zeros[source].T, 1, e5m2, pow2_scale)]
+
+
+def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+    results = _shape_rule(x, group_sizes, first_row, **params)
+    if x.size == 0:
+        return reference(x, group_sizes, first_row, **params)
+    groups = (group_sizes, first_row)
+    return call_kernel(extension.QUANTIZE_TARGET, "plain", [x], groups, results, **params)
+
+
+def call_kernel(
+    target: str,
+    source: str,
+    arrays: Sequence[jax.Array],
+    groups: tuple[jax.Array, jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    mode: str,
+    e5m2: bool,
+    pow2_scale: bool,
+    num_scales: int = 0,
+) -> list[jax.Array]:
+    """Quantises what `source` makes of the arrays, (m, k), along k, along the tokens of each group,
+    or both.
+
+    `groups`: group_sizes and first_row, which mode "row" does not read. num_scales: so many of the
+    arrays, behind the first, are its 1x128 scales.
+    """
+    # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
+    row_major, column_major, vector = (0, 1), (1, 0), (0,)
+    is_ragged = mode != "row"
+    layouts = [row_major if x.ndim == 2 else vector for x in arrays]
+    layouts[1 : 1 + num_scales] = [column_major] * num_scales
+    config = quantize_config.attributes(
+        mode,
+        arrays[0].dtype,
+        e5m2=e5m2,
+        pow2_scale=pow2_scale,
+        is_ragged=is_ragged,
+        source=source,
+    )
+    call = jax.ffi.ffi_call(
+        target,
+        results,
+        input_layouts=[*layouts, *[vector] * (2 * is_ragged)],
+        output_layouts=[row_major, column_major] * (len(results) // 2),
+    )
+    return list(call(*arrays, *(groups if is_ragged else ()), config=config))
+
+
+def _partition_rule(*_, mode: str, **params) -> PartitionRule:
+    """Rows where they lie. For its columns of c, of all tokens, a device trades its own tokens."""
+    rows, columns = ("t k", "t k"), ("c tokens", "c tokens")
+    return PartitionRule(
+        ("t k", "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        {} if mode == "column" else {"k": checks.SCALE_BLOCK},
+        uncut=("sizes", "first", "tokens"),
+        following={} if mode == "row" else {"c": ("k", "t")},
+    )
+
+
+def _run_shard(run, x, *groups, shards: Shards, mode: str, **params):
+    if mode == "row" or shards.count("t") == 1:
+        return run(x, *groups, mode=mode, **params)
+    rows = run(x, *groups, mode="row", **params) if mode == "row_column" else []
+    x = shards.move(x, "t", 1, shards.axes["c"][len(shards.axes["k"]) :])
+    return [*rows, *run(x, *groups, mode="column", **params)]
+
+
+quantize_ragged_p = define_primitive(
+    "jax_fp8gemm_quantize_ragged",
+    shape_rule=_shape_rule,
+    reference=reference,
+    ffi_call=_ffi_call,
+    dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)

@@ -1,0 +1,186 @@
+"""swiglu_quantize and swiglu_grad_quantize: SwiGLU and its gradient, quantised as computed.
+
+For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m, f), in f32:
+
+    sigma = 1 / (1 + exp(-gate))
+    silu  = gate * sigma
+    h     = silu * up
+    dgate = (dh * up) * (sigma + silu * (1 - sigma))
+    dup   = dh * silu
+
+h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
+(quantize_ragged.py), and never stored. Of their values the last bits are the implementation's, by
+its exp and its fusion of products and sums; what quantisation makes of them is exact. The kernel's
+own are the same in every mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._sharding.partition import Shards
+from jax_fp8gemm._sharding.rule import PartitionRule
+
+_INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # what a product returns
+
+
+@jax.named_scope("fp8gemm_swiglu_quantize")
+def swiglu_quantize(
+    gate_up: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    with_columns: bool,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """Quantises h: (m, f), and with_columns (f, t) as rows_and_ragged_columns."""
+    params = _params(with_columns, dtype, pow2_scale, implementation)
+    return _scaled(swiglu_quantize_p(gate_up, group_sizes, first_row, **params))
+
+
+@jax.named_scope("fp8gemm_swiglu_grad_quantize")
+def swiglu_grad_quantize(
+    gate_up: jax.Array,
+    dh: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    *,
+    with_columns: bool,
+    dtype: Any,
+    pow2_scale: bool,
+    implementation: Implementation,
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """Quantises [dgate, dup]: (m, 2 f), and with_columns (2 f, t) as rows_and_ragged_columns."""
+    params = _params(with_columns, dtype, pow2_scale, implementation)
+    return _scaled(swiglu_grad_quantize_p(gate_up, dh, group_sizes, first_row, **params))
+
+
+def _params(with_columns: bool, dtype: Any, pow2_scale: bool, implementation) -> dict[str, Any]:
+    return dict(
+        mode="row_column" if with_columns else "row",
+        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
+        pow2_scale=bool(pow2_scale),
+        implementation=implementation,
+    )
+
+
+def _scaled(results: Sequence[jax.Array]) -> tuple[ScaledArray, ScaledArray | None]:
+    rows, row_scale, *columns = results
+    return ScaledArray(rows, row_scale), ScaledArray(columns[0], columns[1]) if columns else None
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    gate, up = _halves(gate_up)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _swiglu_grad(gate_up: jax.Array, dh: jax.Array) -> jax.Array:
+    gate, up = _halves(gate_up)
+    dh = dh.astype(jnp.float32)
+    sigma = jax.nn.sigmoid(gate)
+    silu = gate * sigma
+    dgate = dh * up * (sigma + silu * (1 - sigma))
+    return jnp.concatenate([dgate, dh * silu], axis=1)
+
+
+def _halves(gate_up: jax.Array) -> Sequence[jax.Array]:
+    return jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+
+
+def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
+    """Operands: gate_up, dh for the gradient, group_sizes, first_row."""
+    gate_up, *dh, group_sizes, _ = operands
+    checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
+    checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
+    groups.check_group_sizes(op, group_sizes)
+    m, n = gate_up.shape
+    if n % 2:
+        raise ValueError(
+            f"{op}: gate_up must be (m, 2 f); got gate_up {checks.short_type(gate_up)}"
+        )
+    expected = checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
+    if dh and checks.short_type(dh[0]) != expected:
+        raise ValueError(f"{op}: dh must be {expected}; got {checks.short_type(dh[0])}")
+    return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
+
+
+def _reference(activation: Callable[..., jax.Array], *operands, **params):
+    *arrays, group_sizes, first_row = operands
+    return reference(activation(*arrays), group_sizes, first_row, **params)
+
+
+def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *operands, **params):
+    *arrays, group_sizes, first_row = operands
+    results = _shape_rule(target, *operands, **params)
+    if arrays[0].size == 0:
+        return _reference(activation, *operands, **params)
+    return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
+
+
+def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
+    """Rows where they lie. Columns are cut at no feature where gate and up would be separated."""
+    is_grad = len(operands) == 4
+    rows = ("t w", "t w") if is_grad else ("t f", "t f")
+    columns = ("w tokens", "w tokens") if is_grad else ("c tokens", "c tokens")
+    return PartitionRule(
+        ("t w", *["t f"] * is_grad, "sizes", "first"),
+        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        uncut=("w", "f", "sizes", "first", "tokens"),
+        following={} if is_grad or mode == "row" else {"c": ("t",)},
+    )
+
+
+def _run_shard(run, *operands, shards: Shards, mode: str, **params):
+    """For columns a device trades its tokens for the same features of gate, up and dh of all."""
+    if mode == "row":
+        return run(*operands, mode=mode, **params)
+    gate_up, *dh, group_sizes, first_row = operands
+    rows = run(*operands, mode="row", **params) if mode == "row_column" else []
+    halves = gate_up.reshape(gate_up.shape[0], 2, gate_up.shape[1] // 2)
+    axes = shards.axes["t"] if dh else shards.axes["c"]
+    axes = axes if halves.shape[2] % shards.count("t") == 0 else ()
+    halves = shards.move(halves, "t", 2, axes)
+    gate_up = halves.reshape(halves.shape[0], 2 * halves.shape[2])
+    dh = [shards.move(x, "t", 1, axes) for x in dh]
+    columns = run(gate_up, *dh, group_sizes, first_row, mode="column", **params)
+    if dh and axes:  # dgate and dup of some features: neighbours in no result
+        halves = [x.reshape(2, x.shape[0] // 2, x.shape[1]) for x in columns]
+        halves = [lax.all_gather(x, axes, axis=1, tiled=True) for x in halves]
+        columns = [x.reshape(-1, x.shape[2]) for x in halves]
+    return [*rows, *columns]
+
+
+swiglu_quantize_p = define_primitive(
+    extension.SWIGLU_QUANTIZE_TARGET,
+    shape_rule=partial(_shape_rule, "swiglu_quantize"),
+    reference=partial(_reference, swiglu),
+    ffi_call=partial(_ffi_call, extension.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
+    dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)
+
+swiglu_grad_quantize_p = define_primitive(
+    extension.SWIGLU_GRAD_QUANTIZE_TARGET,
+    shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
+    reference=partial(_reference, _swiglu_grad),
+    ffi_call=partial(_ffi_call, extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
+    dce_rule=keep_used_axes,
+    partition_rule=_partition_rule,
+    run_shard=_run_shard,
+)

@@ -1,0 +1,1 @@
+"""What this machine has: the compiled extension, the kernel cache, NVRTC."""

@@ -1,0 +1,98 @@
+"""backend_info: what the package found on this machine, for people to read."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jax
+
+from jax_fp8gemm._runtime import environment, extension
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What the package found on this machine. Prints as a table.
+
+    `reason` says why the CUDA kernels are off, and is None where they run; the other fields
+    describe each part, or say why it is missing.
+    """
+
+    gpu: str
+    driver: str
+    nvrtc: str
+    ffi_api: str
+    jax: str
+    cache_dir: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "reason"]
+        rows.append(("cuda kernels", "on" if self.reason is None else f"off: {self.reason}"))
+        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+
+
+def backend_info() -> BackendInfo:
+    """Says what the package found on this machine, and why the CUDA kernels are off if they are."""
+    return BackendInfo(
+        gpu=_describe(_gpu),
+        driver=_describe(_driver),
+        nvrtc=_describe(lambda: "{1}.{2} ({0})".format(*extension.nvrtc())),
+        ffi_api=_describe(_ffi_api),
+        jax=f"{jax.__version__} (backend: {jax.default_backend()})",
+        cache_dir=_cache(),
+        reason=extension.unavailable_reason() or _jax_fault(),
+    )
+
+
+def _describe(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except RuntimeError as error:
+        return f"none: {error}"
+
+
+def _gpu() -> str:
+    return ", ".join(extension.gpu_names()) or "none"
+
+
+def _driver() -> str:
+    return "{} (CUDA {}.{})".format(_driver_version(), *extension.driver_cuda_version())
+
+
+def _driver_version() -> str:
+    """Of the kernel module: CUDA's driver API tells none."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER_FILE.read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "unknown version"
+
+
+def _ffi_api() -> str:
+    built, runtime = extension.api_versions()
+    return "{}.{} (this jaxlib: {}.{})".format(*built, *runtime)
+
+
+def _jax_fault() -> str | None:
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return "jax sees no NVIDIA GPU. Install jax[cuda13], and leave JAX_PLATFORMS unset"
+    return None
+
+
+def _cache() -> str:
+    if not (cache_dir := extension.cache_dir):
+        return "none: kernels are kept in memory only"
+    name = environment.printable(cache_dir)
+    is_writable = environment.is_writable(cache_dir)
+    fault = extension.cache_fault(make=False)
+    if not is_writable and (fault or not Path(cache_dir).is_dir()):
+        return f"none: {name} cannot be written; kernels are kept in memory only"
+    if fault:
+        return f"none: {fault}; kernels are kept in memory only"
+    kernels = f"{len(list(Path(cache_dir).glob('*.kernel')))} kernels"
+    return f"{name} ({kernels}{'' if is_writable else ', read-only'})"

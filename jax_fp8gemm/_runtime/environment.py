@@ -1,0 +1,74 @@
+"""Where things are on this machine: kernel sources, compiled kernels, NVRTC.
+
+Environment, of which the extension takes what it says when the package is imported:
+    JAX_FP8GEMM_CACHE_DIR  folder of compiled kernels; empty: keep them in memory only
+    JAX_FP8GEMM_NVRTC      path of libnvrtc.so; only that one is tried
+    JAX_FP8GEMM_JIT_DEBUG  1: report each kernel on stderr (registers, spills, time, cache hits)
+    JAX_FP8GEMM_DUMP_DIR   folder for source, log, cubin and SASS of each kernel
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+
+def source_dir() -> str:
+    """The kernel sources: of the checkout that this file is in, else those installed beside it."""
+    package = Path(__file__).parents[1]
+    checkout = package.parent / "ffi" / "cuda"
+    return str(checkout if checkout.is_dir() else package / "cuda")
+
+
+def cache_dir() -> str:
+    """The cache folder, which need not exist; "" for none."""
+    if (value := os.environ.get("JAX_FP8GEMM_CACHE_DIR")) is not None:
+        return os.path.abspath(os.path.expanduser(value)) if value else ""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jax_fp8gemm") if os.path.isabs(base) else ""
+
+
+def printable(path: str) -> str:
+    """The path with bytes that are no UTF-8 as \\xNN: Python has them as characters that no stream
+    takes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def is_writable(folder: str) -> bool:
+    """Whether the folder, which need not exist, can be written in; makes nothing."""
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def nvrtc_paths() -> list[str]:
+    """Candidates for NVRTC, best first: the CUDA wheels of JAX, the linker's, the toolkit's."""
+    if value := os.environ.get("JAX_FP8GEMM_NVRTC"):
+        return [os.path.abspath(value) if "/" in value else value]
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    majors = _cuda_majors()
+    wheels = [
+        os.path.join(root, {13: "cu13", 12: "cuda_nvrtc"}[major], "lib", f"libnvrtc.so.{major}")
+        for major in majors
+        for root in roots
+    ]
+    sonames = [f"libnvrtc.so.{major}" for major in majors]
+    installed = [os.path.join(toolkit, "lib64", soname) for soname in sonames]
+    return [path for path in wheels if os.path.exists(path)] + sonames + installed
+
+
+def _cuda_majors() -> list[int]:
+    """13 and 12, first that of JAX's plugin: another package may bring the CUDA wheels of a newer
+    one, which the driver need not know."""
+    is_jax = lambda major: importlib.util.find_spec(f"jax_cuda{major}_plugin") is not None
+    return [12, 13] if is_jax(12) and not is_jax(13) else [13, 12]
+
+
+def is_debug() -> bool:
+    value = os.environ.get("JAX_FP8GEMM_JIT_DEBUG", "")
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def dump_dir() -> str:
+    return os.path.expanduser(os.environ.get("JAX_FP8GEMM_DUMP_DIR", ""))

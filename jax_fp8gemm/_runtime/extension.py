@@ -1,0 +1,233 @@
+"""The compiled extension: registers its FFI targets and says whether they can run here.
+
+The only module that imports the extension. Importing it opens neither the driver nor NVRTC, so it
+works on any machine; `unavailable_reason` opens both, once.
+"""
+
+import functools
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.export
+
+from jax_fp8gemm._runtime import environment
+
+try:
+    from jax_fp8gemm import _ext
+except ImportError as error:
+    _ext = None
+    _ext_fault = str(error)
+
+GEMM_TARGET = "jax_fp8gemm_gemm"
+GROUPED_GEMM_TARGET = "jax_fp8gemm_grouped_gemm"
+GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
+QUANTIZE_TARGET = "jax_fp8gemm_quantize"
+SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
+SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
+GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
+
+# disabled_checks of jax.export.export(..., platforms=("cuda",)), which else refuses the kernels.
+EXPORT_CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(target)
+    for target in (
+        GEMM_TARGET,
+        GROUPED_GEMM_TARGET,
+        GROUPED_WGRAD_TARGET,
+        QUANTIZE_TARGET,
+        GATHER_QUANTIZE_TARGET,
+        SWIGLU_QUANTIZE_TARGET,
+        SWIGLU_GRAD_QUANTIZE_TARGET,
+    )
+)
+
+# H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
+_DEFAULT_NUM_SMS = 132
+
+cache_dir = ""  # of the extension, see _configure
+
+
+class FallbackWarning(RuntimeWarning):
+    """The reference runs where the CUDA kernels could have been expected; the message says why."""
+
+
+def _configure() -> None:
+    """Hands the extension what the environment says; later changes of it are not seen."""
+    global cache_dir
+    cache_dir = environment.cache_dir()
+    if _ext is None:
+        return
+    _ext.configure(
+        source_dir=environment.source_dir(),
+        cache_dir=cache_dir,
+        nvrtc_paths=environment.nvrtc_paths(),
+        is_debug=environment.is_debug(),
+        dump_dir=environment.dump_dir(),
+    )
+
+
+# Whether it can run here
+
+
+def _extension_fault() -> str | None:
+    if _ext is None:
+        return (
+            f"the extension jax_fp8gemm._ext cannot be imported ({_ext_fault}). Install the "
+            "package with pip; run from a checkout, it needs `pip install -e .`"
+        )
+    try:
+        runtime = _runtime_api()
+    except RuntimeError as error:
+        return str(error)
+    return _api_fault(_ext.XLA_FFI_API_MAJOR, _ext.XLA_FFI_API_MINOR, *runtime)
+
+
+def _runtime_api() -> tuple[int, int]:
+    """XLA's FFI API version, which no Python API tells. Raises: RuntimeError."""
+    header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise RuntimeError(f"jaxlib must have its header {header}; got {error.strerror}") from None
+    versions = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", text)
+    if len(versions) != 2:
+        raise RuntimeError(f"{header} must define XLA_FFI_API_MAJOR and _MINOR; got {versions}")
+    return int(versions[0]), int(versions[1])
+
+
+def _api_fault(major: int, minor: int, runtime_major: int, runtime_minor: int) -> str | None:
+    """XLA accepts handlers up to its own version; a newer one would stop its start-up."""
+    if major == runtime_major and minor <= runtime_minor:
+        return None
+    return (
+        f"the extension was built for XLA FFI API {major}.{minor} and this jaxlib provides "
+        f"{runtime_major}.{runtime_minor}. Update jax and jaxlib, or build the package against "
+        "this jaxlib (pip install --no-build-isolation)"
+    )
+
+
+def _device_fault() -> str | None:
+    assert _ext is not None
+    try:
+        info = _ext.device_info()
+    except RuntimeError as error:
+        return str(error)
+    if not info["devices"]:
+        return "needs an sm90a device; got no GPU"
+    for device in info["devices"]:
+        if device["compute_capability"] != (9, 0):
+            major, minor = device["compute_capability"]
+            return f"needs an sm90a device; got {device['name']} (sm{major}{minor})"
+    return None
+
+
+def _nvrtc_fault() -> str | None:
+    assert _ext is not None
+    try:
+        path, major, minor = _ext.nvrtc_info()
+    except RuntimeError as error:
+        return str(error)
+    cuda_major, cuda_minor = _ext.device_info()["cuda_version"]
+    if major > cuda_major:
+        return (
+            f"NVRTC {major}.{minor} ({path}) needs a driver for CUDA {major}; got one for CUDA "
+            f"{cuda_major}.{cuda_minor}. Update the driver, or set JAX_FP8GEMM_NVRTC to the path "
+            f"of libnvrtc.so.{cuda_major}"
+        )
+    return None
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Why the CUDA kernels cannot run on this machine, or None if they can."""
+    reason = _extension_fault() or _device_fault() or _nvrtc_fault()
+    if reason is None:
+        check_cache_dir()
+    return reason
+
+
+def cache_fault(*, make: bool) -> str:
+    """Why kernels of the cache folder cannot be used, or "". `make`: it is made where missing."""
+    return _ext.cache_fault(cache_dir, make=make) if _ext is not None and cache_dir else ""
+
+
+@functools.cache
+def check_cache_dir() -> None:
+    """Makes the cache folder; warns and goes on without one if its kernels cannot be trusted."""
+    if fault := cache_fault(make=True):
+        extension().disable_disk_cache()
+        folder = environment.printable(cache_dir)
+        warnings.warn(
+            f"jax_fp8gemm: cache folder {folder}: {fault}; kernels are kept in memory only. Set "
+            "JAX_FP8GEMM_CACHE_DIR to a folder that only you can write.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Warns that the reference runs instead of the CUDA kernels; once for each reason."""
+    warnings.warn(
+        f"jax_fp8gemm: the CUDA kernels are off and the slow reference runs instead: {reason}",
+        FallbackWarning,
+        stacklevel=3,
+    )
+
+
+@functools.cache
+def num_sms() -> int:
+    """Number of SMs of the first GPU; 132 (H100, H200) without one."""
+    if _ext is None:
+        return _DEFAULT_NUM_SMS
+    try:
+        devices = _ext.device_info()["devices"]
+    except RuntimeError:
+        return _DEFAULT_NUM_SMS
+    return devices[0]["num_sms"] if devices else _DEFAULT_NUM_SMS
+
+
+def register() -> None:
+    """Registers the FFI targets with JAX, unless this jaxlib would refuse them."""
+    _configure()
+    if _ext is not None and _extension_fault() is None:
+        for target, stages in _ext.registrations().items():
+            jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+
+
+def extension():
+    """The extension; RuntimeError with the reason where it cannot be imported."""
+    if _ext is None:
+        raise RuntimeError(f"jax_fp8gemm: {_extension_fault()}")
+    return _ext
+
+
+# What the machine has; RuntimeError with the reason where it has it not
+
+
+def gpu_names() -> list[str]:
+    """One "name (sm90, 132 SMs)" for each GPU that the driver shows."""
+    return [
+        "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
+        for d in extension().device_info()["devices"]
+    ]
+
+
+def driver_cuda_version() -> tuple[int, int]:
+    """The newest CUDA version that the driver supports."""
+    return extension().device_info()["cuda_version"]
+
+
+def nvrtc() -> tuple[str, int, int]:
+    """Path, major and minor version of NVRTC."""
+    return extension().nvrtc_info()
+
+
+def api_versions() -> tuple[tuple[int, int], tuple[int, int]]:
+    """FFI API version of the extension, and of this jaxlib."""
+    ext = extension()
+    return (ext.XLA_FFI_API_MAJOR, ext.XLA_FFI_API_MINOR), _runtime_api()
+
+
+register()

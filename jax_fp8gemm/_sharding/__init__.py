@@ -1,0 +1,1 @@
+"""How mesh axes cut operands: knows meshes, and nothing of FP8."""

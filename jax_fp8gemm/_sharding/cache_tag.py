@@ -1,0 +1,35 @@
+"""tag: what a partitioned op compiles to, written into the program that calls it.
+
+JAX's compilation cache finds a program by its text. In it an op that XLA partitions is a call back
+into Python, known by the address of the callback alone: neither the parameters of the op nor the
+code that partitions it and runs on the shards are there. With the address left out
+(jax_remove_custom_partitioning_ptr_from_cache_key), or reused, the cache would return the program
+of another op on arrays of the same types. So the call bears a digest of them, which XLA ignores.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+ATTRIBUTE = "jax_fp8gemm_digest"
+
+
+def tag(results: Sequence[jax.Array], *what: Any) -> Sequence[jax.Array]:
+    """`results` of an op, made by an instruction that bears a digest of `what`."""
+    text = repr(what)
+    assert " at 0x" not in text, f"another in each process: {text}"
+    digest = hashlib.sha256(_sources_digest() + text.encode()).hexdigest()
+    tagged: Any = set_xla_metadata(results, **{ATTRIBUTE: digest})
+    return tagged
+
+
+@functools.cache
+def _sources_digest() -> bytes:
+    """Of this package's code, so that no cached program outlives a change of it."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()

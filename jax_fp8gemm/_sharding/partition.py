@@ -1,0 +1,177 @@
+"""Partitioning: an op under jit on arrays that the compiler shards, cut at whole scale blocks.
+
+XLA proposes a sharding of each array, `choose_axes` keeps what is legal (_sharding/rule.py), and
+XLA moves the arrays to match. Each device then runs the op on its shards. Where a contracting
+dimension is cut the results are partial sums, in f32 or the recipe's reduce_dtype, which are summed
+over the mesh: an all-reduce, or a reduce-scatter where the result shall be sharded over the same
+axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jax_fp8gemm._data import jax_drift
+from jax_fp8gemm._sharding.rule import (
+    Axes,
+    PartitionRule,
+    block_of,
+    choose_axes,
+    choose_scattered,
+    extents_of,
+    padded_spec,
+    spec_of_axes,
+    summed_axes,
+)
+
+Arrays = Sequence[jax.Array]
+
+_NO_MESH = AbstractMesh((), ())
+_source_lines = jax_drift.optional("jax._src.config.traceback_in_locations_limit")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How an op is cut: what a device asks that runs it on its shards."""
+
+    rule: PartitionRule
+    mesh_shape: Any
+    axes: Axes
+    scattered: Axes  # how the sum over the mesh cuts the first result
+
+    def count(self, name: str) -> int:
+        """Into how many shards a dimension is cut."""
+        return math.prod(self.mesh_shape[axis] for axis in self.axes[name])
+
+    def index(self, name: str) -> Any:
+        """Which of them this device has."""
+        return lax.axis_index(self.axes[name]) if self.axes[name] else 0
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether results are partial sums."""
+        return bool(summed_axes(self.rule, self.axes))
+
+    def reduce(self, x: jax.Array) -> jax.Array:
+        """The sum over the mesh of partial sums of the first result."""
+        dims = self.rule.results[0].split()
+        rest = list(summed_axes(self.rule, self.axes))
+        for name, axes in self.scattered.items():
+            if axes:
+                x = lax.psum_scatter(x, axes, scatter_dimension=dims.index(name), tiled=True)
+                rest = [axis for axis in rest if axis not in axes]
+        return lax.psum(x, tuple(rest)) if rest else x
+
+    def move(self, x: jax.Array, source: str, target: int, axes: tuple[str, ...]) -> jax.Array:
+        """`x`, cut along its dimension 0 as `source`, cut along `target` by `axes` instead.
+
+        `axes` are the first of those of `source`.
+        """
+        gathered = self.axes[source][len(axes) :]
+        if gathered:
+            x = lax.all_gather(x, gathered, axis=0, tiled=True)
+        if axes:
+            x = lax.all_to_all(x, axes, split_axis=target, concat_axis=0, tiled=True)
+        return x
+
+
+def partitioned(
+    run: Callable[..., Arrays],
+    rule: PartitionRule,
+    run_shard: Callable[..., Arrays] | None = None,
+) -> Callable[..., Arrays]:
+    """`run` on arrays that the compiler may shard; on one device it is `run` itself.
+
+    Args:
+      run: (*operands) -> results, on one device.
+      rule: of operands and results.
+      run_shard: (*operands, shards) -> results, on the Shards of a device, where that is not `run`.
+    """
+    num_operands = len(rule.operands)
+
+    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        _leave_out_source_lines()
+        operands, copies = operands[:num_operands], operands[num_operands:]
+        if mesh.empty:  # shardings that no mesh describes
+            devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
+            mesh = Mesh(np.array(devices), ("devices",))
+            operand_specs = result_specs = []
+        else:
+            operand_specs = [padded_spec(x) for x in operands]
+            result_specs = [padded_spec(x) for x in results]
+        extents = extents_of(rule, operands, results)
+        axes = choose_axes(rule, extents, mesh.shape, operand_specs, result_specs)
+        scattered = choose_scattered(rule, extents, mesh.shape, axes, result_specs)
+        local = run
+        if run_shard is not None and any(axes.values()):
+            local = partial(run_shard, shards=Shards(rule, mesh.shape, axes, scattered))
+        cut_result = {name: (*axes[name], *scattered.get(name, ())) for name in axes}
+        sharding = lambda dims, axes: NamedSharding(mesh, spec_of_axes(dims, axes))
+        contracts = lambda dims: not set(rule.contracting).isdisjoint(dims.split())
+        operand_shardings = [
+            sharding(dims, axes if contracts(dims) else cut_result) for dims in rule.operands
+        ]
+        operand_shardings += operand_shardings[:1] * len(copies)
+        result_shardings = [sharding(dims, cut_result) for dims in rule.results]
+
+        def run_on_shards(*shards):
+            # NOTE: a caller's mesh with Explicit axes would have its shardings put on the shards.
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                return local(*shards[:num_operands])
+
+        return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
+
+    function = custom_partitioning(lambda *operands: run(*operands[:num_operands]))
+    function.def_partition(partition, sharding_rule=partial(_sharding_rule, rule))
+    num_copies = sum(len(sources) for sources in rule.following.values())
+    return lambda *operands: function(*operands, *operands[:1] * num_copies)
+
+
+def _leave_out_source_lines() -> None:
+    """Keeps the lines of Python out of the program of a shard, with JAX before 0.11.
+
+    NOTE: XLA takes that program's numbers of stack frames for those of the program around it, and
+    there may follow them in a circle, for ever, where it inlines a loop. It partitions in threads
+    of its own, so the setting is nobody else's.
+    """
+    if _source_lines is not None and jax.__version_info__ < (0, 11):
+        _source_lines.set_local(0)
+
+
+def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:
+    """The rule for Shardy, in which a dimension that no axis may cut has a name for each array.
+
+    A dimension that follows others is tied to each of them by one more copy of the operand, which
+    is not read: a rule has one name for a dimension.
+
+    NOTE: as a need_replication factor its sharding would still be propagated, and then undone.
+    """
+    extents = extents_of(rule, operand_types[: len(rule.operands)], result_types)
+    sizes = [size for size in mesh.shape.values() if size > 1]
+    may_be_cut = {
+        name: name not in rule.uncut
+        and any(extent % (block_of(rule, name) * size) == 0 for size in sizes)
+        for name, extent in extents.items()
+    }
+    numbers = itertools.count()
+    rename = lambda name: name if may_be_cut.get(name) else f"{name}_{next(numbers)}"
+    side = lambda arrays: ", ".join(" ".join(map(rename, dims.split())) for dims in arrays)
+    copies = [
+        " ".join(name if dim == source else "other" for dim in rule.operands[0].split())
+        for name, sources in rule.following.items()
+        for source in sources
+    ]
+    summed = tuple(name for name in rule.contracting if may_be_cut[name])
+    factors = dict(reduction_factors=summed) if summed else {}
+    return f"{side((*rule.operands, *copies))} -> {side(rule.results)}", factors

@@ -1,0 +1,1 @@
+"""Which kernel a product gets: tile configs and the cost model that chooses among them."""

@@ -1,0 +1,54 @@
+"""Every GEMM kernel that a call can choose, as attributes: what `precompile` and tests compile.
+
+_tuning/quantize_config.py has the quantisers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jax_fp8gemm._tuning import tile_config
+
+_OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
+# grouping, is_1d1d, results
+_GEMM_FAMILIES = (
+    (0, False, tuple(_OUTS)),
+    (0, True, tuple(_OUTS)),
+    (tile_config.GROUPED_ROWS, False, ("bf16", "f32")),
+    (tile_config.GROUPED_CONTRACTION, True, tuple(_OUTS)),
+)
+
+
+def gemm_kernels(
+    num_sms: int, *, all_formats: bool = False, with_clusters: bool = False
+) -> Iterator[dict[str, np.int32]]:
+    """The `config` attributes of all GEMM kernels.
+
+    all_formats: those with e5m2 operands too. with_clusters: those of CLUSTER_CONFIGS too, which no
+    call chooses.
+    """
+    for grouping, is_1d1d, outs in _GEMM_FAMILIES:
+        configs = tile_config.configs(grouping, is_1d1d=is_1d1d, with_clusters=with_clusters)
+        for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
+            out_f32, accumulate = _OUTS[out]
+            yield from (
+                config.attributes(
+                    is_1d1d=is_1d1d,
+                    out_f32=out_f32,
+                    accumulate=accumulate,
+                    lhs_e5m2=lhs_e5m2,
+                    rhs_e5m2=rhs_e5m2,
+                    num_sms=num_sms,
+                    grouping=grouping,
+                )
+                for config in configs
+            )
+
+
+def formats(all_formats: bool) -> list[tuple[bool, bool]]:
+    """Pairs of choices: e5m2 or not of both operands; of a quantiser, e5m2 and powers of two."""
+    choices = (False, True) if all_formats else (False,)
+    return [(first, second) for first in choices for second in choices]

@@ -1,0 +1,100 @@
+"""choose, choose_grouped: which TileConfig a product gets.
+
+A pure function of static shapes and the number of multiprocessors, made when lowering and baked
+into the executable: the config that _tuning/cost.py predicts to be fastest, after a look into the
+table of measured overrides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+
+from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
+
+# (m, n, k, is_1d1d) -> config, measured on an H200 with 132 multiprocessors where the model's
+# choice was slower: docs/experiments/gemm-memory.md.
+_OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
+    (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
+    (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
+}
+
+_forced: list[TileConfig] = []
+
+
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    is_1d1d: bool,
+    out_f32: bool,
+    accumulate: bool,
+    num_sms: int = 132,
+) -> TileConfig:
+    """Config for out (m, n) = lhs (m, k) x rhs (n, k); extents >= 1."""
+    if _forced:
+        return _forced[-1]
+    return _choose(m, n, k, is_1d1d, _out_bytes(out_f32, accumulate), num_sms)
+
+
+def choose_grouped(
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    *,
+    is_1d1d: bool,
+    out_f32: bool,
+    accumulate: bool,
+    num_sms: int = 132,
+) -> TileConfig:
+    """Config for a grouped product, as if all groups were about as large.
+
+    1d2d: m is the rows of all groups, n and k are of one. 1d1d: the contraction; m and n are of one
+    group, k is the tokens of all.
+    """
+    if _forced:
+        return _forced[-1]
+    out_bytes = _out_bytes(out_f32, accumulate)
+    return _choose_grouped(m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
+
+
+def _out_bytes(out_f32: bool, accumulate: bool) -> int:
+    """Moved for each element of the result; 2 for bf16 alone."""
+    return 4 + 4 * accumulate if out_f32 else 2
+
+
+@contextlib.contextmanager
+def override(config: TileConfig) -> Iterator[None]:
+    """Within the context, lowering uses `config` for every product (tests and tuning)."""
+    _forced.append(config)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int) -> TileConfig:
+    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
+    if measured is not None:
+        return measured
+    candidates = configs(is_1d1d=is_1d1d)
+    rows = 16 if m <= 16 else math.ceil(m / 64) * 64
+    candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
+    return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose_grouped(
+    m: int, n: int, k: int, num_groups: int, is_1d1d: bool, out_bytes: int, num_sms: int
+) -> TileConfig:
+    grouping = GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS
+    return min(
+        configs(grouping, is_1d1d=is_1d1d),
+        key=lambda c: grouped_time_us(c, m, n, k, num_groups, is_1d1d, out_bytes, num_sms),
+    )

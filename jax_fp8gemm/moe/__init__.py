@@ -1,0 +1,11 @@
+"""A mixture-of-experts layer: moe_layer, on one device or on a mesh, or its parts on one device.
+
+No expert has a capacity and no token is dropped, unless one is asked for. All is deterministic,
+forward and backward.
+"""
+
+from jax_fp8gemm.moe._mlp import moe_mlp as moe_mlp
+from jax_fp8gemm.moe._moe_layer import moe_layer as moe_layer
+from jax_fp8gemm.moe._permute import permute as permute
+from jax_fp8gemm.moe._permute import unpermute as unpermute
+from jax_fp8gemm.moe._route import route as route

@@ -1,0 +1,221 @@
+"""moe_layer: a mixture-of-experts layer, on one device or on a mesh."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.groups import as_int32
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.reverse_mode import reverse_mode
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._ops.product_spec import check_recipe
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._sharding.manual_axes import replicate, settle
+from jax_fp8gemm.moe._local_layer import local_layer
+from jax_fp8gemm.moe._mlp import check_experts
+from jax_fp8gemm.moe._options import LayerOptions
+from jax_fp8gemm.moe._parallel.exchange import AxisName, Name
+from jax_fp8gemm.moe._parallel.layer import (
+    axis_names,
+    expert_parallel,
+    expert_parallel_on_mesh,
+    is_manual,
+    lay_out,
+)
+from jax_fp8gemm.moe._permute import check_top_k
+from jax_fp8gemm.moe._route import Scoring, as_top_k, check_scoring
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@naming_devices
+def moe_layer(
+    x: Float[Array, "*batch d"],
+    router: Float[Array, "*batch num_experts"]
+    | tuple[Int[Array, "*batch top_k"], Float[Array, "*batch top_k"]],
+    w_gate_up: Float[Array, "num_experts d two_f"] | ScaledArray,
+    w_down: Float[Array, "num_experts f d"] | ScaledArray,
+    *,
+    top_k: int | None = None,
+    scoring: Scoring = "softmax",
+    normalize: bool = True,
+    recipe: Recipe = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    expert_axis: AxisName | None = None,
+    exchange: Name | None = None,
+    capacity_factor: float | None = None,
+    mesh: Any = None,
+) -> Float[Array, "*batch d"]:
+    """Sends each token through top_k experts and adds up their results by weight.
+
+    Differentiable once, in reverse mode: in x, the logits or weights, w_gate_up and w_down.
+
+    Args:
+      x: (..., d) bf16, f16 or f32: the tokens.
+      router: (..., num_experts) logits, from which `route` chooses; or (indices, weights), each
+        (..., top_k): a choice made elsewhere, as `permute` and `unpermute` take it.
+      w_gate_up, w_down: weights of num_experts experts, as for moe_mlp.
+      top_k: experts a token, needed with logits.
+      scoring, normalize: as for route; with logits only.
+      recipe, implementation: as for moe_mlp.
+      expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
+        device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
+        its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
+        (the leading dimensions of x, as one) cut along all of them.
+      exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
+        "ragged_all_to_all" (docs/scaling.md), all to the same bits while "all_to_all" needs no
+        further turn, or None: the one that takes least time by the sizes. With expert_axis only.
+      capacity_factor: None or inf: no token is dropped. Else an expert takes at most
+        capacity_factor * tokens * top_k / num_experts choices, rounded up, the first ones, of the
+        tokens (of each device, with expert_axis); the others count as no expert.
+      mesh: that of expert_axis, and only with it; default that of jax.set_mesh or the operands.
+    Returns:
+      (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
+      travel as FP8 with power-of-two scales, the results in the dtype of x (or as FP8: the recipe's
+      fp8_combine).
+    Raises: as the functions of this module. ValueError: expert_axis, exchange, capacity_factor,
+      arguments that do not go together, or tokens or experts that do not divide evenly.
+      TypeError: mesh, capacity_factor, anything but the arrays traced.
+    """
+    op = "moe_layer"
+    x, w_gate_up, w_down = map(checks.as_array, (x, w_gate_up, w_down))
+    _check_options(op, router, top_k, scoring, normalize, capacity_factor)
+    _check_mesh(op, expert_axis, exchange, mesh)
+    check_recipe(op, recipe)
+    checks.check_implementation(op, implementation)
+    check_unquantised(op, "x", x)
+    checks.check_min_ndim(op, "x", x, 1, "(..., d)")
+    tokens = _fold(op, "x", x, x)
+    check_experts(op, tokens, w_gate_up, w_down)
+    router = _fold_router(op, router, x, top_k)
+    top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
+    check_top_k(op, top_k, x)
+    num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
+    checks.check_count(op, "tokens * top_k + 127 num_experts", num_columns, x)
+    options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
+    run = partial(_run, op, options, expert_axis, exchange, mesh)
+    if recipe.is_fused:
+        run = partial(reverse_mode, op, run)
+    return _unfold(run(tokens, router, w_gate_up, w_down), x)
+
+
+def _run(op: str, options: LayerOptions, expert_axis, exchange, mesh, *operands: Any) -> jax.Array:
+    """The layer on tokens (m, d), a router of as many, and weights."""
+    tokens, router, w_gate_up, w_down = operands
+    if expert_axis is None:
+        indices, weights = options.choose(op, router, w_gate_up.shape[0])
+        return local_layer(options, tokens, indices, weights, w_gate_up, w_down)
+    w_gate_up, w_down = jax.tree.map(lambda w: settle(op, w), (w_gate_up, w_down))
+    operands = tokens, router, w_gate_up, w_down
+    names = axis_names(op, expert_axis, exchange)
+    if not is_manual(names):
+        layout = lay_out(op, operands, names, mesh)
+        return expert_parallel_on_mesh(op, options, layout, exchange, operands)
+    if mesh is not None:
+        raise ValueError(
+            f"{op}: mesh must be None inside a shard_map over expert_axis; "
+            f"got {checks.short_repr(mesh)}"
+        )
+    return expert_parallel(op, options, names, exchange, operands)
+
+
+def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
+    checks.check_static(op, top_k=top_k, capacity_factor=capacity_factor)
+    checks.check_bool(op, normalize=normalize)
+    if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
+        raise ValueError(
+            f"{op}: scoring and normalize must go with router logits; got scoring "
+            f"{checks.short_repr(scoring)}, normalize {normalize} with (indices, weights)"
+        )
+    check_scoring(op, scoring)
+    if capacity_factor is None:
+        return
+    if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
+        got = checks.short_repr(capacity_factor)
+        raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
+    if not capacity_factor > 0:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"{op}: capacity_factor must be None or above 0; "
+            f"got {checks.short_repr(capacity_factor)}"
+        )
+
+
+def _check_mesh(op: str, expert_axis, exchange, mesh) -> None:
+    if expert_axis is None and (exchange is not None or mesh is not None):
+        raise ValueError(
+            f"{op}: exchange and mesh must go with expert_axis; got exchange "
+            f"{checks.short_repr(exchange)}, mesh {checks.short_repr(mesh)} without"
+        )
+    if not isinstance(mesh, None | Mesh | AbstractMesh):
+        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
+
+
+def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
+    """Logits (m, num_experts), or indices and weights (m, top_k)."""
+    if not isinstance(router, tuple | list):
+        if top_k is None:
+            raise ValueError(f"{op}: top_k must go with router logits; got None")
+        router = checks.as_array(router)
+        checks.check_array(op, "router", router)
+        checks.check_dtype(op, "router", router, checks.FLOAT_DTYPES)
+        return _fold(op, "router", router, x)
+    if len(router) != 2:
+        raise ValueError(
+            f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
+        )
+    indices, weights = map(checks.as_array, router)
+    checks.check_array(op, "indices", indices)
+    checks.check_integers(op, "indices", indices)
+    # Saturated where they are, or int64 beyond int32 would wrap to an expert.
+    indices = _fold(op, "indices", as_int32(indices, lowest=-1), x)
+    checks.check_array(op, "weights", weights)
+    checks.check_dtype(op, "weights", weights, checks.FLOAT_DTYPES)
+    weights = _fold(op, "weights", weights, x)
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"{op}: weights must be one for each of indices {checks.short_type(indices)}; "
+            f"got weights {checks.short_type(weights)}"
+        )
+    if indices.shape[1] == 0:
+        raise ValueError(f"{op}: indices must name at least one expert of a token; got top_k 0")
+    if top_k not in (None, indices.shape[1]):
+        raise ValueError(
+            f"{op}: top_k must be None or that of indices {checks.short_type(indices)}; got {top_k}"
+        )
+    return indices, weights
+
+
+def _unfold(out: jax.Array, x: Any) -> jax.Array:
+    """`out` (m, d) in the shape of x, where Explicit axes cut m as far as they can cut x."""
+    sharding = jax.typeof(out).sharding
+    axes = sharding.spec[0] if x.ndim > 2 else None
+    if axes is not None:
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        while x.shape[0] % math.prod(sharding.mesh.shape[name] for name in axes):
+            axes = axes[:-1]
+        out = jax.sharding.reshard(out, sharding.update(spec=PartitionSpec(axes or None, None)))
+    return out.reshape(x.shape)
+
+
+def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
+    """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
+    part = checks.as_array(part)
+    checks.check_array(op, name, part)
+    if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: {name} must have the leading dimensions of x; "
+            f"got {name} {checks.short_type(part)}, x {checks.short_type(x)}"
+        )
+    # Explicit mesh axes may go on cutting the first dimension.
+    part = replicate(op, jnp.asarray(part), from_dim=1)
+    return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])

@@ -1,0 +1,52 @@
+"""LayerOptions: the static arguments of moe_layer but those of the mesh, and what follows from them
+alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.recipe import Recipe
+from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm.moe._permute import limit
+from jax_fp8gemm.moe._route import Scoring, route
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Arguments of moe_layer, checked. Hashable: a static argument of jitted functions."""
+
+    top_k: int
+    scoring: Scoring
+    normalize: bool
+    capacity_factor: float | None
+    recipe: Recipe
+    implementation: Implementation
+
+    def choose(self, op: str, router: Any, num_experts: int) -> tuple[jax.Array, jax.Array]:
+        """Indices and weights (m, top_k), of the choices that the experts take."""
+        if isinstance(router, tuple):
+            indices, weights = router
+        elif router.shape[1] == num_experts:
+            how: dict[str, Any] = dict(scoring=self.scoring, normalize=self.normalize)
+            indices, weights = route(router, self.top_k, **how)
+        else:
+            raise ValueError(
+                f"{op}: router must have one logit for each of the {num_experts} experts of "
+                f"w_gate_up; got router {checks.short_type(router)}. In a shard_map over "
+                "expert_axis, w_gate_up holds the experts of one device."
+            )
+        most = self.capacity(indices.size, num_experts)
+        return indices if most is None else limit(indices, num_experts, most), weights
+
+    def capacity(self, num_choices: int, num_experts: int) -> int | None:
+        """How many of these choices an expert takes; None: all."""
+        if self.capacity_factor in (None, math.inf):
+            return None
+        if self.capacity_factor >= num_experts:  # and the product may be beyond any float
+            return num_choices
+        return math.ceil(min(self.capacity_factor * num_choices / num_experts, num_choices))

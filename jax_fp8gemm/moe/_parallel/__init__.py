@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer whose experts lie along a mesh axis."""

@@ -1,0 +1,243 @@
+"""Exchanges: how tokens reach the devices of an expert axis and their results come back.
+
+For use in shard_map. Each of the p devices along the axis has t tokens, and a token goes to a
+device at most once, however many of its experts live there. An exchange turns arrays with a row for
+each token (t, ...) into arrays with a row for each received one, in the order of the senders and
+then of their tokens; what it gives back is the sum of the results of a token, in f32, in the order
+of the devices. So every exchange gives the same bits, while all_to_all takes one turn:
+
+    all_gather         every token goes to every device, (p t, ...)
+    all_to_all         `slots` rows from each device to each other, (p slots, ...); tokens that find
+                       no slot go in another turn
+    ragged_all_to_all  the tokens that are needed and no others, in (p t, ...)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._parallel.ragged_all_to_all import ragged_all_to_all
+
+AxisName = str | tuple[str, ...]
+Name = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
+NAMES: tuple[Name, ...] = ("all_gather", "all_to_all", "ragged_all_to_all")
+
+# Bytes/s that a device receives, by XLA's collectives on one host of 4 H200s with jax 0.11.2, of
+# 235 MB gathered in FP8, and 117 MB exchanged in bf16.
+RATES = {"all_gather": 281e9, "all_to_all": 270e9, "ragged_all_to_all": 6e9}
+HEADROOM = 1.125  # slots over what evenly spread choices need
+_SLOT_UNIT = 128
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is static about an exchange.
+
+    Attributes:
+      axis: the mesh axis or axes.
+      size: p, the devices along it.
+      tokens: t of each device.
+      top_k: experts a token.
+      slots: rows that a device sends to each device in a turn.
+      has_one_turn: whether all tokens always find a slot in the first turn.
+    """
+
+    axis: AxisName
+    size: int
+    tokens: int
+    top_k: int
+    slots: int
+    has_one_turn: bool
+
+    @property
+    def received(self) -> int:
+        """Rows of a received array."""
+        return self.size * self.slots
+
+    def plan(self, devices: jax.Array) -> Any:
+        """Where each token goes, given the devices of its choices (t, top_k); p is none."""
+        raise NotImplementedError
+
+    def num_turns(self, plan: Any) -> jax.Array | int:
+        """Turns until all tokens are sent: the same on all devices of the axis."""
+        return 1
+
+    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+        """x (t, ...) as received; `empty` fills rows that no token has, None: with anything."""
+        raise NotImplementedError
+
+    def give_back(self, plan: Any, turn: Any, y: jax.Array | ScaledArray) -> jax.Array:
+        """f32 sums (t, ...) over the devices that had the token of y, in rows as received."""
+        if not isinstance(y, ScaledArray):
+            return _add(self.parts(plan, turn, y))
+        values, scales = (self.parts(plan, turn, x) for x in (y.values, y.scale))
+        parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
+        return _add([part.dequantize(jnp.float32) for part in parts])
+
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+        """What each device has for the tokens (t, ...), zero where it had not the token."""
+        raise NotImplementedError
+
+
+class _AllGather(Exchange):
+    def plan(self, devices: jax.Array) -> Any:
+        return None
+
+    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+        return lax.all_gather(x, self.axis, tiled=True)
+
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+        # Not psum_scatter, which adds in the dtype of y and in an order of its own.
+        parts = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
+        return list(parts.reshape(self.size, self.tokens, *y.shape[1:]))
+
+
+class _AllToAll(Exchange):
+    def plan(self, devices: jax.Array) -> Any:
+        return _slots(devices, self.size)
+
+    def num_turns(self, plan: Any) -> jax.Array | int:
+        if self.has_one_turn:
+            return 1
+        _, counts = plan
+        return lax.pmax(-(-counts.max() // self.slots), self.axis)
+
+    def _positions(self, plan: Any, turn: Any) -> tuple[jax.Array, jax.Array]:
+        """The row of each token for each device, and whether it has one in this turn."""
+        slot = plan[0] - turn * self.slots
+        has_one = (slot >= 0) & (slot < self.slots)
+        return jnp.arange(self.size, dtype=jnp.int32)[None] * self.slots + slot, has_one
+
+    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+        positions, has_one = self._positions(plan, turn)
+        rows = _pack(x, positions, has_one, self.received, empty)
+        return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
+
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+        rows = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
+        return _parts(rows, *self._positions(plan, turn))
+
+
+class _RaggedAllToAll(Exchange):
+    def plan(self, devices: jax.Array) -> Any:
+        slot, counts = _slots(devices, self.size)
+        starts = jnp.cumsum(counts) - counts
+        sent = lax.all_gather(counts, self.axis)  # by sender and receiver
+        me = lax.axis_index(self.axis)
+        # Where my rows begin on each receiver, and where those that I received began.
+        there = (jnp.cumsum(sent, axis=0) - sent)[me]
+        origin = (jnp.cumsum(sent, axis=1) - sent)[:, me]
+        positions = starts[None] + slot, slot >= 0
+        received = sent[:, me]
+        out = starts, counts, there, received
+        back = jnp.cumsum(received) - received, received, origin, counts
+        return positions, out, back
+
+    @property
+    def _sent(self) -> int:
+        """Rows that hold all that a device sends."""
+        return self.tokens * min(self.size, self.top_k)
+
+    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+        (positions, has_one), how, _ = plan
+        rows = _pack(x, positions, has_one, self._sent, empty)
+        out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
+        return ragged_all_to_all(rows, out, how, self.axis)
+
+    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+        positions, _, how = plan
+        out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
+        return _parts(ragged_all_to_all(y, out, how, self.axis), *positions)
+
+
+_CLASSES: dict[str, Callable[..., Exchange]] = dict(
+    zip(NAMES, (_AllGather, _AllToAll, _RaggedAllToAll), strict=True)
+)
+
+
+def make_exchange(
+    name: Name | None,
+    axis: AxisName,
+    size: int,
+    tokens: int,
+    top_k: int,
+    max_slots: int | None = None,
+) -> Exchange:
+    """The exchange of this name, or for None the one that `choose_exchange` takes.
+
+    max_slots: tokens that a device sends to another at most, whatever the choices, all in one turn.
+      None: any number, of which all_to_all sends in a turn what evenly spread choices need.
+    """
+    slots = _expected_slots(size, tokens, top_k) if max_slots is None else min(max_slots, tokens)
+    name = name or choose_exchange(slots, tokens)
+    if name != "all_to_all":
+        slots = tokens
+    has_one_turn = max_slots is not None or slots == tokens
+    return _CLASSES[name](axis, size, tokens, top_k, slots, has_one_turn)
+
+
+def choose_exchange(slots: int, tokens: int) -> Name:
+    """all_to_all where its slots hold so much fewer rows than all tokens that it takes less time.
+
+    ragged_all_to_all moves less than either, but at 2 % of their rate within one host.
+    """
+    gathered, exchanged = tokens / RATES["all_gather"], slots / RATES["all_to_all"]
+    return "all_to_all" if exchanged < gathered else "all_gather"
+
+
+def _expected_slots(size: int, tokens: int, top_k: int) -> int:
+    """Rows for each device that hold evenly spread choices, with headroom; at most all tokens."""
+    share = 1 - (1 - 1 / size) ** top_k
+    slots = math.ceil(HEADROOM * share * tokens / _SLOT_UNIT) * _SLOT_UNIT
+    return min(slots, tokens)
+
+
+def _slots(devices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The rank of each token (t, p) among those that a device needs, and how many it needs (p,).
+
+    -1 where the device does not need the token.
+    """
+    t = devices.shape[0]
+    needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]).any(axis=1)
+    rank = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
+    counts = rank[-1] if t else jnp.zeros((size,), jnp.int32)
+    return jnp.where(needs, rank - 1, -1), counts
+
+
+def _pack(
+    x: jax.Array, positions: jax.Array, has_one: jax.Array, num_rows: int, empty: Any
+) -> jax.Array:
+    """x[i] in the rows positions[i, :] (t, p) of (num_rows, ...)."""
+    t, p = positions.shape
+    # A place of its own, outside, for each token that has none: no two write to the same place.
+    outside = num_rows + jnp.arange(t * p, dtype=jnp.int32).reshape(t, p)
+    place = jnp.where(has_one, positions, outside).reshape(-1)
+    token = jnp.repeat(jnp.arange(t, dtype=jnp.int32), p)
+    source = jnp.full((num_rows,), t, jnp.int32)
+    source = source.at[place].set(token, mode="drop", unique_indices=True)
+    if empty is not None:
+        return x.at[source].get(mode="fill", fill_value=empty)
+    return x.at[source].get(mode="clip")
+
+
+def _parts(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> Sequence[jax.Array]:
+    shape = has_one.shape[0], *(1,) * (rows.ndim - 1)
+    zero = jnp.zeros((), rows.dtype)
+    return [
+        jnp.where(has.reshape(shape), rows.at[at].get(mode="clip"), zero)
+        for at, has in zip(positions.T, has_one.T, strict=True)
+    ]
+
+
+def _add(parts: Sequence[jax.Array]) -> jax.Array:
+    """f32 sum, one addition after another: a reduction would leave their order to XLA."""
+    return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])

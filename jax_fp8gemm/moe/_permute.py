@@ -1,0 +1,208 @@
+"""permute and unpermute: rows to their experts and back.
+
+Rows move by gathers alone, forward and backward, through the permutation or its inverse, and the
+rows of a token are added in the order of its choices: no result depends on the order in which
+threads finish, as a scatter-add's does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.groups import as_int32
+from jax_fp8gemm._data.reverse_mode import reverse_mode, transposable_by_none
+from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Int32
+
+
+# Choices of one token: a program adds them up one after another.
+MAX_TOP_K = 1024
+
+
+@naming_devices
+@jax.named_scope("fp8gemm_permute")
+def permute(
+    x: Float[Array, "m d"], indices: Int[Array, "m top_k"], num_experts: int
+) -> tuple[Float[Array, "rows d"], Int32[Array, " num_experts"], Int32[Array, "m top_k"]]:
+    """Copies each row once for each of its experts, and sorts the copies by expert, stably.
+
+    Args:
+      x: (m, d) bf16, f16 or f32.
+      indices: (m, top_k) integers. One outside 0..num_experts-1 is no expert: its copy comes
+        after all groups, where moe_mlp and ragged_dot make it zero.
+      num_experts: at least 1.
+    Returns:
+      rows (m * top_k, d), group_sizes (num_experts,), and order (m, top_k), for unpermute:
+      rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. Differentiable in x.
+    Raises:
+      TypeError: a dtype, or num_experts traced.
+      ValueError: shapes, num_experts < 1, or num_experts or m * top_k from 2^31 on.
+    """
+    op = "permute"
+    x, indices = map(checks.as_array, (x, indices))
+    for name, operand in (("x", x), ("indices", indices)):
+        checks.check_array(op, name, operand)
+    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_ndim(op, "x", x, 2, "(m, d)")
+    checks.check_integers(op, "indices", indices)
+    if indices.ndim != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] == 0:
+        raise ValueError(
+            f"{op}: indices must be (m, top_k) for x (m, d), with top_k >= 1; "
+            f"got indices {checks.short_type(indices)}, x {checks.short_type(x)}"
+        )
+    checks.check_static(op, num_experts=num_experts)
+    count = checks.as_index(num_experts)
+    if count is None or count < 1:
+        raise ValueError(
+            f"{op}: num_experts must be at least 1; got {checks.short_repr(num_experts)}"
+        )
+    checks.check_count(op, "num_experts", count, indices)
+    _check_choices(op, indices)
+    x, indices = _prepare(op, x, as_int32(indices, lowest=-1))
+    group_sizes, choice, order = sort_choices(indices, count)
+    rows = reverse_mode(op, _copy_rows, x, choice, order)
+    return rows, group_sizes, order
+
+
+def sort_choices(
+    indices: Int32[Array, "m top_k"], num_experts: int
+) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
+    """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
+
+    Returns:
+      group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
+    """
+    expert = indices.reshape(-1)
+    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    group_sizes = jnp.sum(expert[:, None] == experts[None], axis=0, dtype=jnp.int32)
+    choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    return group_sizes, choice, _inverse(choice).reshape(indices.shape)
+
+
+def limit(
+    indices: Int32[Array, "m top_k"], num_experts: int, capacity: int
+) -> Int32[Array, "m top_k"]:
+    """`indices` with all choices of an expert but the first `capacity` made no expert."""
+    group_sizes, _, order = sort_choices(indices, num_experts)
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    expert = jnp.clip(indices, 0, num_experts - 1)
+    is_kept = order - take_rows(starts, expert) < capacity
+    return jnp.where(is_kept, indices, num_experts)
+
+
+@naming_devices
+@jax.named_scope("fp8gemm_unpermute")
+def unpermute(
+    rows: Float[Array, "rows d"],
+    order: Int32[Array, "m top_k"],
+    weights: Float[Array, "m top_k"],
+) -> Float[Array, "m d"]:
+    """Adds up the rows of each token by weight: sum over j of weights[i, j] * rows[order[i, j]].
+
+    In f32, j ascending, then rounded to the dtype of rows.
+
+    Args:
+      rows: (m * top_k, d) bf16, f16 or f32, sorted by expert.
+      order: (m, top_k) int32, of permute.
+      weights: (m, top_k) bf16, f16 or f32.
+    Returns:
+      (m, d) array. Differentiable in rows and weights.
+    Raises:
+      TypeError: a dtype. ValueError: shapes, or a top_k above 1024.
+    """
+    op = "unpermute"
+    rows, order, weights = map(checks.as_array, (rows, order, weights))
+    for name, operand in (("rows", rows), ("order", order), ("weights", weights)):
+        checks.check_array(op, name, operand)
+    for name, operand in (("rows", rows), ("weights", weights)):
+        checks.check_dtype(op, name, operand, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "order", order, (jnp.dtype(jnp.int32),))
+    shapes_agree = order.ndim == 2 and order.shape[1] > 0 and order.shape == weights.shape
+    if not shapes_agree or rows.ndim != 2 or order.size != rows.shape[0]:
+        raise ValueError(
+            f"{op}: order and weights must be (m, top_k) for rows (m * top_k, d); "
+            f"got order {checks.short_type(order)}, weights {checks.short_type(weights)}, "
+            f"rows {checks.short_type(rows)}"
+        )
+    _check_choices(op, order)
+    return transposable_by_none(op, _add_weighted(*_prepare(op, rows, order, weights)))
+
+
+def _check_choices(op: str, choices: Any) -> None:
+    """ValueError unless int32 can number choices (m, top_k), and a token has not too many."""
+    checks.check_count(op, "m * top_k", choices.size, choices)
+    check_top_k(op, choices.shape[1], choices)
+
+
+def check_top_k(op: str, top_k: int, x: Any) -> None:
+    """ValueError if `top_k` is above MAX_TOP_K; `x` is named in it."""
+    if top_k > MAX_TOP_K:
+        raise ValueError(
+            f"{op}: top_k must be at most {MAX_TOP_K}; got {top_k}, {checks.short_type(x)}"
+        )
+
+
+def _prepare(op: str, *operands: Any) -> tuple[jax.Array, ...]:
+    return match_varying(*(replicate(op, jnp.asarray(x)) for x in operands))
+
+
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows], all of which exist."""
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    rank = jnp.arange(permutation.size, dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
+
+
+def sum_of_rows(
+    rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
+) -> jax.Array:
+    """f32 sums over j of (weights[:, j] times) rows[order[:, j]], where has_row[:, j]."""
+    terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
+    if weights is not None:
+        terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
+    if has_row is not None:
+        terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
+    # One addition after another: a reduction would leave their order to XLA.
+    return functools.reduce(jnp.add, terms)
+
+
+@jax.custom_vjp
+def _copy_rows(x: jax.Array, choice: jax.Array, order: jax.Array) -> jax.Array:
+    return take_rows(x, choice // order.shape[1])
+
+
+def _copy_rows_bwd(order: jax.Array, drows: jax.Array) -> tuple[Any, ...]:
+    return sum_of_rows(drows, order, None).astype(drows.dtype), None, None
+
+
+_copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order), _copy_rows_bwd)
+
+
+@jax.custom_vjp
+def _add_weighted(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+    return sum_of_rows(rows, order, weights).astype(rows.dtype)
+
+
+def _add_weighted_bwd(residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    rows, order, weights = residuals
+    choice = _inverse(order.reshape(-1))
+    dout = dout.astype(jnp.float32)
+    weight = take_rows(weights.astype(jnp.float32).reshape(-1), choice)
+    drows = take_rows(dout, choice // order.shape[1]) * weight[:, None]
+    dweights = jnp.sum(take_rows(rows, order).astype(jnp.float32) * dout[:, None], axis=2)
+    return drows.astype(rows.dtype), None, dweights.astype(weights.dtype)
+
+
+_add_weighted.defvjp(lambda *operands: (_add_weighted(*operands), operands), _add_weighted_bwd)

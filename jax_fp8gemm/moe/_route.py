@@ -1,0 +1,83 @@
+"""route: the experts of each token, and their weights, from router logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._sharding.manual_axes import replicate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+def route(
+    logits: Float[Array, "m num_experts"],
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    normalize: bool = True,
+) -> tuple[Int32[Array, "m top_k"], Float32[Array, "m top_k"]]:
+    """Chooses the top_k experts of each token, of equal logits the first.
+
+    Args:
+      logits: (m, num_experts) bf16, f16 or f32.
+      top_k: 1..num_experts.
+      scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3), in f32.
+      normalize: divide the scores of the chosen experts by their sum.
+    Returns:
+      indices (m, top_k) int32, of falling logits, and weights (m, top_k) f32, their scores,
+      differentiable in logits.
+    Raises:
+      TypeError: a dtype. ValueError: rank, top_k, scoring.
+    """
+    op = "route"
+    logits = checks.as_array(logits)
+    checks.check_array(op, "logits", logits)
+    checks.check_dtype(op, "logits", logits, checks.FLOAT_DTYPES)
+    checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
+    checks.check_static(op, top_k=top_k)
+    checks.check_bool(op, normalize=normalize)
+    top_k = as_top_k(op, top_k, logits)
+    check_scoring(op, scoring)
+    logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
+    _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
+    # Not a gather, whose transpose is a scatter-add.
+    is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]
+    chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
+    if scoring == "sigmoid":
+        # By logarithms: sigmoids of a token may all underflow, and still have a ratio.
+        weights = (
+            jax.nn.softmax(jax.nn.log_sigmoid(chosen)) if normalize else jax.nn.sigmoid(chosen)
+        )
+    elif normalize:
+        weights = jax.nn.softmax(chosen)
+    else:
+        weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True))
+    return indices, weights
+
+
+def as_top_k(op: str, top_k: Any, logits: Any) -> int:
+    """`top_k` as an int; ValueError unless it is 1..num_experts, of logits (m, num_experts)."""
+    number = checks.as_index(top_k)
+    if number is None or number not in range(1, logits.shape[1] + 1):
+        raise ValueError(
+            f"{op}: top_k must be 1..num_experts; got {checks.short_repr(top_k)}, "
+            f"logits {checks.short_type(logits)}"
+        )
+    checks.check_count(op, "num_experts", logits.shape[1], logits)
+    return number
+
+
+def check_scoring(op: str, scoring: Any) -> None:
+    """ValueError unless `scoring` names one."""
+    if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"{op}: scoring must be 'softmax' or 'sigmoid'; got {checks.short_repr(scoring)}"
+        )
