@@ -1,6 +1,6 @@
 """FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX."""
 
-from jax_fp8gemm._data import jax_drift as _jax_drift  # noqa: F401 (first: says which JAX is needed)
+from jax_fp8gemm._runtime import jax_drift as _jax_drift  # noqa: F401 (first: says which JAX is needed)
 
 # isort: split
 from jax_fp8gemm import moe as moe

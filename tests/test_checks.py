@@ -6,7 +6,7 @@ from errors import raises, without_annotation_checks
 
 import jax_fp8gemm as fp8
 from jax_fp8gemm import moe
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 
 F8 = jnp.float8_e4m3fn
 
@@ -57,7 +57,7 @@ def test_short_type_of_a_scalar_and_of_no_array():
     ],
 )
 def test_scale_shape(shape, block, expected):
-    assert checks.scale_shape(shape, block) == expected
+    assert formats.scale_shape(shape, block) == expected
 
 
 def test_scale_of_the_wrong_shape_is_told_with_its_origin():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_fp8gemm
-from jax_fp8gemm._data import jax_drift
+from jax_fp8gemm._runtime import jax_drift
 
 TESTS = Path(__file__).parent
 # Each private name, and what is left of products over several devices without it.

@@ -15,24 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-SCALE_BLOCK = 128
-FP8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-FLOAT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-BLOCKS = ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK))
-IMPLEMENTATIONS = (None, "cuda", "xla")
+from jax_fp8gemm._data.formats import (
+    BLOCKS,
+    FLOAT_DTYPES,
+    FP8_DTYPES,
+    IMPLEMENTATIONS,
+    SCALE_BLOCK,
+    scale_shape,
+)
+
 # ValueError for a wrong shape; an op that replaces one of JAX raises what that one does.
 Error = type[ValueError] | type[TypeError]
-
-
-def num_blocks(extent: int) -> int:
-    """Number of scale blocks that cover `extent` elements; the last may be ragged."""
-    return -(-extent // SCALE_BLOCK)
-
-
-def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scale that belongs to values of `shape` (..., r, c)."""
-    *batch, rows, columns = shape
-    return (*batch, rows if block[0] == 1 else num_blocks(rows), num_blocks(columns))
 
 
 def short_dtype(dtype: Any) -> str:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 MAX_GROUPS = 1024
 _INT32_MAX = 2**31 - 1
 

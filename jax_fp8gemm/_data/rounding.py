@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import formats
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 _SMALLEST_AMAX_BITS = np.uint32((127 - 92) << 23)
 _INF_BITS = np.uint32(0x7F800000)
 _NAN_BITS = np.uint32(0x7FC00000)
@@ -57,7 +57,7 @@ def block_types(
     m: int, k: int, block_m: int, e5m2: bool, batch: Sequence[int] = ()
 ) -> list[jax.ShapeDtypeStruct]:
     """Types of what quantize_blocks returns for (m, k), with the dimensions of a batch in front."""
-    scale_shape = checks.scale_shape((m, k), (block_m, _BLOCK))
+    scale_shape = formats.scale_shape((m, k), (block_m, _BLOCK))
     return [
         jax.ShapeDtypeStruct((*batch, m, k), fp8_dtype(e5m2)),
         jax.ShapeDtypeStruct((*batch, *scale_shape), jnp.float32),

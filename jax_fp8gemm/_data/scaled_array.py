@@ -11,8 +11,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm._data import checks, jax_drift
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     """
     x = checks.as_array(x)
     check_scaled_array("dequantize", "x", x)
-    dtype = checks.check_out_dtype("dequantize", "dtype", dtype, checks.FLOAT_DTYPES)
+    dtype = checks.check_out_dtype("dequantize", "dtype", dtype, formats.FLOAT_DTYPES)
     x = jax.tree.map(jnp.asarray, x)
     spec = lambda: jax.typeof(x.values).sharding.spec
     return with_auto_axes(lambda x: _dequantize(x, dtype), [x], spec)
@@ -138,8 +139,8 @@ def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
     *_, r, c = x.shape
     scale = x.scale
     if x.block[0] != 1:
-        scale = jnp.repeat(scale, checks.SCALE_BLOCK, axis=-2)[..., :r, :]
-    return jnp.repeat(scale, checks.SCALE_BLOCK, axis=-1)[..., :c]
+        scale = jnp.repeat(scale, formats.SCALE_BLOCK, axis=-2)[..., :r, :]
+    return jnp.repeat(scale, formats.SCALE_BLOCK, axis=-1)[..., :c]
 
 
 def check_unquantised(op: str, name: str, x: Any) -> None:
@@ -150,7 +151,7 @@ def check_unquantised(op: str, name: str, x: Any) -> None:
             f"{op} quantises {name} itself: pass the array from before quantize."
         )
     checks.check_array(op, name, x)
-    checks.check_dtype(op, name, x, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, name, x, formats.FLOAT_DTYPES)
 
 
 def check_scaled_array(op: str, name: str, x: Any) -> None:

@@ -12,12 +12,12 @@ from jax import lax
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.contract import Dims, contract
+from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import check_precision, make_spec, out_spec_of
-from jax_fp8gemm._ops.quantize import Implementation
-from jax_fp8gemm._sharding.explicit_axes import check_out_sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.contract import contract
+from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import MatmulSpec, check_precision, make_spec, out_spec_of
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._ops.weights import check_weights
-from jax_fp8gemm._sharding.explicit_axes import check_out_sharding, reshape, reshard
+from jax_fp8gemm._sharding.explicit_axes import reshape, reshard
 from jax_fp8gemm._sharding.manual_axes import settle
 
 if TYPE_CHECKING:

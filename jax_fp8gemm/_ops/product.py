@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks
-from jax_fp8gemm._data.reverse_mode import reverse_mode
+from jax_fp8gemm._data import formats
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import (
     MatmulSpec,
@@ -32,6 +31,7 @@ from jax_fp8gemm._ops.product_spec import (
     with_shardings,
 )
 from jax_fp8gemm._ops.quantize import quantize, rows_and_columns
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.scaled_matmul import gemm
 from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
 from jax_fp8gemm._sharding.explicit_axes import (
@@ -130,7 +130,7 @@ def _with_whole_blocks(x: jax.Array) -> jax.Array:
     """`x` (..., m, k), of whose leading dimensions as many are folded into m as give it whole scale
     blocks: those along m are then the same as if all were folded. All are where none give it."""
     *batch, m, k = x.shape
-    while batch and m % checks.SCALE_BLOCK:
+    while batch and m % formats.SCALE_BLOCK:
         m *= batch.pop()
     return reshape(x, (*batch, m, k))
 

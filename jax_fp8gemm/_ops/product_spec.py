@@ -11,10 +11,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DTYPES, REDUCE_DTYPES, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
@@ -92,7 +92,7 @@ def make_spec(
     out_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
     if preferred_element_type is not None:
         name = "preferred_element_type"
-        out_dtype = checks.check_out_dtype(op, name, preferred_element_type, checks.FLOAT_DTYPES)
+        out_dtype = checks.check_out_dtype(op, name, preferred_element_type, formats.FLOAT_DTYPES)
     rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
     return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
 

@@ -7,20 +7,19 @@ agrees with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.quantize import quantize_p
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-Implementation = Literal["cuda", "xla"] | None
 
 
 def quantize(
@@ -134,9 +133,9 @@ def quantize_transposed(
 
 def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:
     checks.check_array(op, "x", x)
-    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
     checks.check_min_ndim(op, "x", x, 2, "(..., m, k)")
-    checks.check_out_dtype(op, "dtype", dtype, checks.FP8_DTYPES)
+    checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
     checks.check_implementation(op, implementation)
 
 

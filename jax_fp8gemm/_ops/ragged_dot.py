@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.reverse_mode import reverse_mode
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
     MatmulSpec,
     check_precision,
@@ -35,12 +36,13 @@ from jax_fp8gemm._ops.product_spec import (
     quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.quantize import Implementation, quantize
+from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_xla import xla_ragged_contraction, xla_ragged_dot
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, check_weights, transposed, without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
-from jax_fp8gemm._sharding.explicit_axes import check_out_sharding, reshard
+from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 
 if TYPE_CHECKING:

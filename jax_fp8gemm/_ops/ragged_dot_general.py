@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.reverse_mode import reverse_mode
 from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
     MatmulSpec,
     check_precision,
@@ -36,13 +37,13 @@ from jax_fp8gemm._ops.product_spec import (
     quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._ops.ragged_dot import check_operands, ragged_dot
 from jax_fp8gemm._ops.ragged_xla import xla_ragged_contraction
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways
 from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
-from jax_fp8gemm._sharding.explicit_axes import check_out_sharding, reshard
+from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def ragged_dot_general(
     lhs, rhs = checks.match_floats(lhs, rhs)
     check_unquantised(op, "lhs", lhs)
     checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
-    checks.check_dtype(op, "rhs", rhs, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "rhs", rhs, formats.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
     xla_precision = check_precision(op, precision, spec)

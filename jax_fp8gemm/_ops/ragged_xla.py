@@ -20,8 +20,8 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._data.reverse_mode import transposable_by_none
 from jax_fp8gemm._ops.product_spec import Shardings, shardings_of
+from jax_fp8gemm._ops.reverse_mode import transposable_by_none
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying
 

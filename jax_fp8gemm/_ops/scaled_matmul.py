@@ -10,14 +10,12 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._primitives.gemm import gemm_p
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
-
-OUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 @naming_devices

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
-from jax_fp8gemm._data.reverse_mode import undifferentiable
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm._ops.product_spec import MatmulSpec, quantize_args
 from jax_fp8gemm._ops.quantize import quantize, quantize_transposed
+from jax_fp8gemm._ops.reverse_mode import undifferentiable
 
 
 def check_weights(op: str, name: str, w: Any) -> None:
@@ -19,7 +19,7 @@ def check_weights(op: str, name: str, w: Any) -> None:
     if not isinstance(w, ScaledArray):
         checks.check_array(op, name, w, hint="Or pass a ScaledArray.")
         hint = "Quantised weights go in as a ScaledArray."
-        checks.check_dtype(op, name, w, checks.FLOAT_DTYPES, hint=hint)
+        checks.check_dtype(op, name, w, formats.FLOAT_DTYPES, hint=hint)
         return
     check_scaled_array(op, name, w)
     if w.block != (128, 128):

@@ -20,9 +20,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import jax_drift
 from jax_fp8gemm._primitives.batch import bind_each
-from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._runtime import extension, jax_drift
 from jax_fp8gemm._sharding.cache_tag import tag
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, result_specs, with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, spread_scale
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize import keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
@@ -85,9 +85,9 @@ def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale:
     x, scale, rows, weights, (group_sizes, _) = _split(operands, is_weighted)
     checks.check_ndim(_OP, "x", x, 2, "(s, k)")
     if scale:
-        checks.check_scaled(_OP, "x", x, scale[0], (1, checks.SCALE_BLOCK))
+        checks.check_scaled(_OP, "x", x, scale[0], (1, formats.SCALE_BLOCK))
     else:
-        checks.check_dtype(_OP, "x", x, checks.FLOAT_DTYPES)
+        checks.check_dtype(_OP, "x", x, formats.FLOAT_DTYPES)
     checks.check_ndim(_OP, "rows", rows, 1, "(m,)")
     checks.check_dtype(_OP, "rows", rows, (jnp.dtype(jnp.int32),))
     _groups.check_group_sizes(_OP, group_sizes)
@@ -143,7 +143,7 @@ def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> Partit
     return PartitionRule(
         ("s k", *["s k"] * len(scale), "m", *["m"] * len(weights), "sizes", "first"),
         {"row": rows, "column": columns, "row_column": rows + columns}[mode],
-        {"k": checks.SCALE_BLOCK},
+        {"k": formats.SCALE_BLOCK},
         uncut=("s", "m", "sizes", "first", "tokens"),
     )
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._primitives.batch import bind_each, map_batch
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._runtime import extension
@@ -34,7 +34,7 @@ from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 
 
 def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype):
@@ -94,7 +94,7 @@ def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
         return promoted + column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial, None
 
     zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    promoted, _ = lax.scan(promote, zeros, jnp.arange(checks.num_blocks(k)))
+    promoted, _ = lax.scan(promote, zeros, jnp.arange(formats.num_blocks(k)))
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]

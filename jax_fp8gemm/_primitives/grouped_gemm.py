@@ -19,11 +19,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.quantize import Implementation
-from jax_fp8gemm._ops.scaled_matmul import OUT_DTYPES
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import reference
 from jax_fp8gemm._runtime import extension
@@ -35,7 +34,7 @@ from jax_fp8gemm._tuning import choose, tile_config
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 
 
 @naming_devices

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.quantize import Implementation
-from jax_fp8gemm._ops.scaled_matmul import OUT_DTYPES
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -31,7 +30,7 @@ from jax_fp8gemm._tuning import choose, tile_config
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 
 
 @naming_devices

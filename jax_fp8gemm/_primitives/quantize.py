@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._primitives.batch import map_batch
 from jax_fp8gemm._primitives.define import define_primitive
@@ -23,7 +23,7 @@ from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
-_BLOCK = checks.SCALE_BLOCK
+_BLOCK = formats.SCALE_BLOCK
 SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
 _MAX_BATCH = 65535  # of one launch: CUDA's largest second extent of a grid
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize import keep_used_axes
 from jax_fp8gemm._runtime import extension
@@ -63,14 +63,14 @@ def quantize_ragged(
     for name, operand in (("x", x), ("group_sizes", group_sizes)):
         checks.check_array(op, name, operand)
     _check(op, x, group_sizes)
-    dtype = checks.check_out_dtype(op, "dtype", dtype, checks.FP8_DTYPES)
+    dtype = checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
     checks.check_implementation(op, implementation)
     first_row = jnp.zeros((1,), jnp.int32)
     return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)
 
 
 def _check(op: str, x: Any, group_sizes: Any) -> None:
-    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     _groups.check_group_sizes(op, group_sizes)
     _groups.check_rows(op, x, x.shape[0], group_sizes)
@@ -188,7 +188,7 @@ def _partition_rule(*_, mode: str, **params) -> PartitionRule:
     return PartitionRule(
         ("t k", "sizes", "first"),
         {"row": rows, "column": columns, "row_column": rows + columns}[mode],
-        {} if mode == "column" else {"k": checks.SCALE_BLOCK},
+        {} if mode == "column" else {"k": formats.SCALE_BLOCK},
         uncut=("sizes", "first", "tokens"),
         following={} if mode == "row" else {"c": ("k", "t")},
     )

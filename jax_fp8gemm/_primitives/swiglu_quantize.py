@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.quantize import Implementation
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize import keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types

@@ -19,10 +19,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8gemm._data import checks
 from jax_fp8gemm._sharding.rule import (
     PartitionRule,
-    axes_of,
     choose_axes,
     extents_of,
     padded,
@@ -43,40 +41,6 @@ def result_specs(
     axes = choose_axes(rule, extents_of(rule, operands, results), mesh.shape, specs, [])
     uncut = axes | dict.fromkeys(rule.contracting, ())
     return [spec_of_axes(dims, uncut) for dims in rule.results]
-
-
-def check_out_sharding(op: str, out_sharding: Any, operands: Sequence[Any]) -> None:
-    """Raises unless `out_sharding` can be had: None, or over the operands' Explicit mesh axes."""
-    if out_sharding is None:
-        return
-    if not isinstance(out_sharding, NamedSharding | PartitionSpec):
-        raise TypeError(
-            f"{op}: out_sharding must be a PartitionSpec or a NamedSharding; "
-            f"got {checks.short_repr(out_sharding)}"
-        )
-    context = jax.sharding.get_abstract_mesh()
-    is_spec = isinstance(out_sharding, PartitionSpec)
-    if is_spec and context.empty:
-        raise ValueError(
-            f"{op}: out_sharding must be a NamedSharding where there is no mesh of jax.set_mesh; "
-            f"got {out_sharding}"
-        )
-    mesh = explicit_mesh(operands)
-    spec = out_sharding if is_spec else out_sharding.spec
-    axes = [axis for entry in spec.partitions for axis in axes_of(entry)]
-    axes += [*spec.unreduced, *spec.reduced]
-    explicit = () if mesh is None else mesh.explicit_axes
-    if len(set(axes)) != len(axes) or not set(explicit).issuperset(axes):
-        hint = "" if explicit else " Shard over Auto axes with jax.lax.with_sharding_constraint."
-        raise ValueError(
-            f"{op}: out_sharding must name Explicit axes of the operands' mesh, each once; "
-            f"got {spec}, axes {explicit}.{hint}"
-        )
-    if mesh is not None and not is_spec and out_sharding.mesh.abstract_mesh != mesh:
-        raise ValueError(
-            f"{op}: out_sharding must be over the operands' mesh; got {out_sharding.mesh}, "
-            f"operands on {mesh}"
-        )
 
 
 def with_auto_axes(

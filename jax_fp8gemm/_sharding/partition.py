@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jax_fp8gemm._data import jax_drift
+from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.rule import (
     Axes,
     PartitionRule,

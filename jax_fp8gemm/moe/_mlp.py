@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.reverse_mode import reverse_mode
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import (
     MatmulSpec,
@@ -26,8 +26,9 @@ from jax_fp8gemm._ops.product_spec import (
     quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.quantize import Implementation, quantize
+from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import check_weights, without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu

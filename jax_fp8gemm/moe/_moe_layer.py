@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.reverse_mode import reverse_mode
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
-from jax_fp8gemm._ops.quantize import Implementation
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import replicate, settle
 from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._mlp import check_experts
@@ -167,7 +167,7 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
             raise ValueError(f"{op}: top_k must go with router logits; got None")
         router = checks.as_array(router)
         checks.check_array(op, "router", router)
-        checks.check_dtype(op, "router", router, checks.FLOAT_DTYPES)
+        checks.check_dtype(op, "router", router, formats.FLOAT_DTYPES)
         return _fold(op, "router", router, x)
     if len(router) != 2:
         raise ValueError(
@@ -179,7 +179,7 @@ def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
     # Saturated where they are, or int64 beyond int32 would wrap to an expert.
     indices = _fold(op, "indices", as_int32(indices, lowest=-1), x)
     checks.check_array(op, "weights", weights)
-    checks.check_dtype(op, "weights", weights, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "weights", weights, formats.FLOAT_DTYPES)
     weights = _fold(op, "weights", weights, x)
     if weights.shape != indices.shape:
         raise ValueError(

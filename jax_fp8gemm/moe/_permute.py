@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
-from jax_fp8gemm._data.reverse_mode import reverse_mode, transposable_by_none
+from jax_fp8gemm._ops.reverse_mode import reverse_mode, transposable_by_none
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def permute(
     x, indices = map(checks.as_array, (x, indices))
     for name, operand in (("x", x), ("indices", indices)):
         checks.check_array(op, name, operand)
-    checks.check_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "x", x, 2, "(m, d)")
     checks.check_integers(op, "indices", indices)
     if indices.ndim != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] == 0:
@@ -124,7 +124,7 @@ def unpermute(
     for name, operand in (("rows", rows), ("order", order), ("weights", weights)):
         checks.check_array(op, name, operand)
     for name, operand in (("rows", rows), ("weights", weights)):
-        checks.check_dtype(op, name, operand, checks.FLOAT_DTYPES)
+        checks.check_dtype(op, name, operand, formats.FLOAT_DTYPES)
     checks.check_dtype(op, "order", order, (jnp.dtype(jnp.int32),))
     shapes_agree = order.ndim == 2 and order.shape[1] > 0 and order.shape == weights.shape
     if not shapes_agree or rows.ndim != 2 or order.size != rows.shape[0]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._sharding.manual_axes import replicate
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def route(
     op = "route"
     logits = checks.as_array(logits)
     checks.check_array(op, "logits", logits)
-    checks.check_dtype(op, "logits", logits, checks.FLOAT_DTYPES)
+    checks.check_dtype(op, "logits", logits, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
     checks.check_static(op, top_k=top_k)
     checks.check_bool(op, normalize=normalize)

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import formats
 
 
 def reverse_mode(op: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -32,7 +32,7 @@ def transposable_by_none(op: str, out: Any) -> Any:
 
 
 def _mark(op: str, tree: Any) -> Any:
-    is_marked = lambda x: any(x.dtype == dtype for dtype in checks.FLOAT_DTYPES)
+    is_marked = lambda x: any(x.dtype == dtype for dtype in formats.FLOAT_DTYPES)
     return jax.tree.map(lambda x: _marker.bind(x, op=op) if is_marked(x) else x, tree)
 
 
