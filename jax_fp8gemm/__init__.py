@@ -15,12 +15,12 @@ from jax_fp8gemm._ops.matmul import matmul as matmul
 from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._ops.quantize import quantize as quantize
 from jax_fp8gemm._ops.quantize import quantize_both as quantize_both
+from jax_fp8gemm._ops.quantize_ragged import quantize_ragged as quantize_ragged
 from jax_fp8gemm._ops.ragged_dot import ragged_dot as ragged_dot
 from jax_fp8gemm._ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_fp8gemm._ops.scaled_matmul import scaled_matmul as scaled_matmul
-from jax_fp8gemm._primitives.grouped_gemm import scaled_ragged_dot as scaled_ragged_dot
-from jax_fp8gemm._primitives.grouped_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad
-from jax_fp8gemm._primitives.quantize_ragged import quantize_ragged as quantize_ragged
+from jax_fp8gemm._ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
+from jax_fp8gemm._ops.scaled_ragged_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad
 from jax_fp8gemm._runtime.backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._runtime.backend_info import backend_info as backend_info
 from jax_fp8gemm._runtime.extension import EXPORT_CHECKS as EXPORT_CHECKS

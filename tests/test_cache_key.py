@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh
 from xla_options import QUICK_FLAGS
 
+import jax_fp8gemm
 from jax_fp8gemm import quantize
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding import cache_tag
@@ -80,6 +81,18 @@ def test_a_key_depends_on_the_sources(monkeypatch):
     before = key_text(quantize)
     monkeypatch.setattr(cache_tag, "_sources_digest", lambda: b"of another version")
     assert key_text(quantize) != before
+
+
+def test_the_sources_are_those_of_every_folder():
+    package = os.path.dirname(jax_fp8gemm.__file__)
+    found = {
+        os.path.join(folder, file)
+        for folder, _, files in os.walk(package)
+        for file in files
+        if file.endswith(".py")
+    }
+    assert {os.path.dirname(path) for path in found} > {package, os.path.join(package, "_ops")}
+    assert set(map(str, cache_tag._sources())) == found
 
 
 def test_a_parameter_without_a_repr_of_its_own_is_refused():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._primitives.gemm import gemm_p
+from jax_fp8gemm._primitives.gemm import gemm
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -59,33 +57,3 @@ def scaled_matmul(
         checks.check_array(op, "accumulate_into", accumulate_into)
         checks.check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
     return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
-
-
-@jax.named_scope("fp8gemm_gemm")
-def gemm(
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    out_dtype: Any,
-    implementation: Implementation = None,
-    accum: jax.Array | None = None,
-    reduce_dtype: Any = jnp.float32,
-    out_spec: PartitionSpec | None = None,
-) -> jax.Array:
-    """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
-    as rhs has after the first, the last of whole scale blocks.
-
-    reduce_dtype: of the partial sums that devices add where a mesh cuts k.
-    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
-    """
-    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
-    operands += [] if accum is None else [accum]
-    params: dict[str, Any] = dict(
-        num_k_dims=rhs.ndim - 1,
-        is_1d1d=rhs.block == (1, 128),
-        out_dtype=jnp.dtype(out_dtype),
-        reduce_dtype=jnp.dtype(reduce_dtype),
-    )
-    operands = [jnp.asarray(x) for x in operands]
-    out_specs = None if out_spec is None else [out_spec]
-    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
-    return gemm_p(*operands, **how, **params)[0]

@@ -24,8 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.batch import bind_each, map_batch
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._runtime import extension
@@ -35,6 +38,36 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
 _BLOCK = formats.SCALE_BLOCK
+
+
+@jax.named_scope("fp8gemm_gemm")
+def gemm(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    accum: jax.Array | None = None,
+    reduce_dtype: Any = jnp.float32,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
+    as rhs has after the first, the last of whole scale blocks.
+
+    reduce_dtype: of the partial sums that devices add where a mesh cuts k.
+    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    """
+    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
+    operands += [] if accum is None else [accum]
+    params: dict[str, Any] = dict(
+        num_k_dims=rhs.ndim - 1,
+        is_1d1d=rhs.block == (1, 128),
+        out_dtype=jnp.dtype(out_dtype),
+        reduce_dtype=jnp.dtype(reduce_dtype),
+    )
+    operands = [jnp.asarray(x) for x in operands]
+    out_specs = None if out_spec is None else [out_spec]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return gemm_p(*operands, **how, **params)[0]
 
 
 def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype):

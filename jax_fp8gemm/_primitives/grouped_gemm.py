@@ -1,4 +1,4 @@
-"""scaled_ragged_dot: each group of rows times its own matrix, quantised, all K-major.
+"""grouped_gemm_p: each group of rows times its own matrix, quantised, all K-major.
 
 With rows(i) the rows of group i (_data/groups.py says which), per group the chain of
 gemm.py, 1d2d:
@@ -20,9 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats, groups
-from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import reference
 from jax_fp8gemm._runtime import extension
@@ -32,61 +31,9 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    pass
 
 _BLOCK = formats.SCALE_BLOCK
-
-
-@naming_devices
-def scaled_ragged_dot(
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    group_sizes: Int[Array, " g"],
-    *,
-    out_dtype: Any = jnp.bfloat16,
-    implementation: Implementation = None,
-) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
-    """Multiplies each group of rows of lhs by the transpose of its own rhs[i].
-
-    Args:
-      lhs: (m, k) with scale blocks (1, 128), rows sorted by group; or (g, max_m, k), the masked
-        form for decoding: group i is the first group_sizes[i] rows of lhs[i].
-      rhs: (g, n, k) with scale blocks (128, 128).
-      group_sizes: (g,) integers on the device. A negative size counts as 0, rows past m (or
-        max_m) as none.
-      out_dtype: bfloat16 or float32.
-      implementation: as for scaled_matmul.
-    Returns:
-      (m, n) or (g, max_m, n) array; rows of no group are zero, whatever lhs holds there. Not
-      differentiable: jax_fp8gemm.ragged_dot is. Sharded over Explicit mesh axes as lhs is in m and
-      rhs in n; summed over those that k, or in the former g, is sharded over.
-    Raises:
-      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
-    """
-    op = "scaled_ragged_dot"
-    lhs, rhs, group_sizes = map(checks.as_array, (lhs, rhs, group_sizes))
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_scaled_array(op, name, x)
-    if lhs.ndim not in (2, 3):
-        checks.check_ndim(op, "lhs", lhs, 2, "(m, k) or (g, max_m, k)")
-    checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
-    for name, x, block in (("lhs", lhs, (1, 128)), ("rhs", rhs, (128, 128))):
-        if x.block != block:
-            raise ValueError(f"{op}: {name}.block must be {block}; got {x.block}")
-    checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[2])
-    checks.check_array(op, "group_sizes", group_sizes)
-    groups.check_group_sizes(op, group_sizes, rhs.shape[0])
-    groups.check_rows(op, lhs, lhs.shape[-2], group_sizes)
-    if lhs.ndim == 3 and lhs.shape[0] != rhs.shape[0]:
-        raise ValueError(
-            f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
-            f"got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
-        )
-    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
-    checks.check_implementation(op, implementation)
-    first_row = jnp.zeros((1,), jnp.int32)
-    return grouped_gemm(lhs, rhs, group_sizes, first_row, out_dtype, implementation)
 
 
 @jax.named_scope("fp8gemm_grouped_gemm")

@@ -1,4 +1,4 @@
-"""scaled_ragged_wgrad: the contraction over the tokens of each group, quantised, 1d1d.
+"""grouped_wgrad_p: the contraction over the tokens of each group, quantised, 1d1d.
 
 With columns(i) those of group i (_data/groups.py says which), per group the chain of gemm.py:
 
@@ -17,9 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats, groups
-from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -28,58 +27,12 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int
+    pass
 
 _BLOCK = formats.SCALE_BLOCK
 
 
-@naming_devices
-def scaled_ragged_wgrad(
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    group_sizes: Int[Array, " g"],
-    *,
-    out_dtype: Any = jnp.float32,
-    accumulate_into: Float32[Array, "g m n"] | None = None,
-    implementation: Implementation = None,
-) -> Float[Array, "g m n"]:
-    """Contracts the tokens of each group: the weight gradient of a ragged dot.
-
-    Args:
-      lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
-      group_sizes: (g,) integers on the device, as quantize_ragged had them.
-      out_dtype: float32 or bfloat16.
-      accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
-      implementation: as for scaled_matmul.
-    Returns:
-      (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
-      Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
-    Raises:
-      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
-    """
-    op = "scaled_ragged_wgrad"
-    operands = map(checks.as_array, (lhs, rhs, group_sizes, accumulate_into))
-    lhs, rhs, group_sizes, accumulate_into = operands
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_scaled_array(op, name, x)
-        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
-        if x.block != (1, 128):
-            raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
-    _check_tokens(op, lhs, rhs)
-    checks.check_array(op, "group_sizes", group_sizes)
-    groups.check_group_sizes(op, group_sizes)
-    checks.check_count(op, "t", lhs.shape[1], lhs)
-    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
-    checks.check_implementation(op, implementation)
-    if accumulate_into is not None:
-        checks.check_array(op, "accumulate_into", accumulate_into)
-        shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
-        checks.check_accumulator(op, accumulate_into, shape, out_dtype)
-    return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
-
-
-def _check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+def check_tokens(op: str, lhs: Any, rhs: Any) -> None:
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     if lhs.shape[1] % _BLOCK:
         raise ValueError(
@@ -116,7 +69,7 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
         checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
         checks.check_scaled(op, name, x, scale, (1, _BLOCK))
-    _check_tokens(op, lhs, rhs)
+    check_tokens(op, lhs, rhs)
     groups.check_group_sizes(op, group_sizes)
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:

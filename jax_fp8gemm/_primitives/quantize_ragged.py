@@ -1,4 +1,4 @@
-"""quantize_ragged: quantisation along the tokens of each group, for a contraction over them.
+"""quantize_ragged_p: quantisation along the tokens of each group, for a contraction over them.
 
 The columns of the result are the tokens of the groups, laid out as _data/groups.py says; values and
 scales are those of quantize(axis=-2) for each group alone.
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
@@ -26,50 +25,10 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    pass
 
 
-@naming_devices
-def quantize_ragged(
-    x: Float[Array, "m k"],
-    group_sizes: Int[Array, " g"],
-    *,
-    dtype: Any = jnp.float8_e4m3fn,
-    pow2_scale: bool = False,
-    implementation: Implementation = None,
-) -> ScaledArray:
-    """Quantises x along the tokens of each group: an operand of scaled_ragged_wgrad.
-
-    Args:
-      x: (m, k) bf16, f16 or f32, rows (tokens) sorted by group.
-      group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
-        rows past m as none; rows past the sum are left out.
-      dtype: float8_e4m3fn or float8_e5m2.
-      pow2_scale: round each scale up to a power of two.
-      implementation: as for quantize.
-    Returns:
-      ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
-      at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
-      block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
-      differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
-    Raises:
-      TypeError: a dtype, or a pow2_scale that is no bool.
-      ValueError: a rank, no or more than 1024 groups, implementation.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
-    """
-    op = "quantize_ragged"
-    x, group_sizes = map(checks.as_array, (x, group_sizes))
-    checks.check_bool(op, pow2_scale=pow2_scale)
-    for name, operand in (("x", x), ("group_sizes", group_sizes)):
-        checks.check_array(op, name, operand)
-    _check(op, x, group_sizes)
-    dtype = checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
-    checks.check_implementation(op, implementation)
-    first_row = jnp.zeros((1,), jnp.int32)
-    return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)
-
-
-def _check(op: str, x: Any, group_sizes: Any) -> None:
+def check_operands(op: str, x: Any, group_sizes: Any) -> None:
     checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     _groups.check_group_sizes(op, group_sizes)
@@ -106,7 +65,7 @@ def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation
 
 
 def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):
-    _check("quantize_ragged", x, group_sizes)
+    check_operands("quantize_ragged", x, group_sizes)
     m, k = x.shape
     return result_types(m, k, group_sizes.shape[0], mode, e5m2)
 

@@ -30,6 +30,10 @@ def tag(results: Sequence[jax.Array], *what: Any) -> Sequence[jax.Array]:
 
 @functools.cache
 def _sources_digest() -> bytes:
-    """Of this package's code, so that no cached program outlives a change of it."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
+    """Returns a digest of the package's code, so that no cached program outlives a change of it."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in _sources())).digest()
+
+
+def _sources() -> list[Path]:
+    """Returns every Python file of the package, in all its folders."""
+    return sorted(Path(__file__).parents[1].rglob("*.py"))

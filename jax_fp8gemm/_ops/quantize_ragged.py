@@ -1,0 +1,56 @@
+"""quantize_ragged: the checked quantisation along the tokens of each group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives.quantize_ragged import check_operands, ragged_columns
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@naming_devices
+def quantize_ragged(
+    x: Float[Array, "m k"],
+    group_sizes: Int[Array, " g"],
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    pow2_scale: bool = False,
+    implementation: Implementation = None,
+) -> ScaledArray:
+    """Quantises x along the tokens of each group: an operand of scaled_ragged_wgrad.
+
+    Args:
+      x: (m, k) bf16, f16 or f32, rows (tokens) sorted by group.
+      group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
+        rows past m as none; rows past the sum are left out.
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2_scale: round each scale up to a power of two.
+      implementation: as for quantize.
+    Returns:
+      ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
+      at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
+      block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
+      differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
+    Raises:
+      TypeError: a dtype, or a pow2_scale that is no bool.
+      ValueError: a rank, no or more than 1024 groups, implementation.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "quantize_ragged"
+    x, group_sizes = map(checks.as_array, (x, group_sizes))
+    checks.check_bool(op, pow2_scale=pow2_scale)
+    for name, operand in (("x", x), ("group_sizes", group_sizes)):
+        checks.check_array(op, name, operand)
+    check_operands(op, x, group_sizes)
+    dtype = checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
+    checks.check_implementation(op, implementation)
+    first_row = jnp.zeros((1,), jnp.int32)
+    return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)

@@ -1,0 +1,62 @@
+"""scaled_ragged_wgrad: the checked form of grouped_wgrad, over the tokens of each group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._primitives.grouped_wgrad import check_tokens, grouped_wgrad
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int
+
+
+@naming_devices
+def scaled_ragged_wgrad(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    group_sizes: Int[Array, " g"],
+    *,
+    out_dtype: Any = jnp.float32,
+    accumulate_into: Float32[Array, "g m n"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "g m n"]:
+    """Contracts the tokens of each group: the weight gradient of a ragged dot.
+
+    Args:
+      lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
+      group_sizes: (g,) integers on the device, as quantize_ragged had them.
+      out_dtype: float32 or bfloat16.
+      accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
+      implementation: as for scaled_matmul.
+    Returns:
+      (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
+      Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
+    Raises:
+      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
+      RuntimeError: implementation="cuda" where the kernel cannot run.
+    """
+    op = "scaled_ragged_wgrad"
+    operands = map(checks.as_array, (lhs, rhs, group_sizes, accumulate_into))
+    lhs, rhs, group_sizes, accumulate_into = operands
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_scaled_array(op, name, x)
+        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
+        if x.block != (1, 128):
+            raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
+    check_tokens(op, lhs, rhs)
+    checks.check_array(op, "group_sizes", group_sizes)
+    groups.check_group_sizes(op, group_sizes)
+    checks.check_count(op, "t", lhs.shape[1], lhs)
+    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    checks.check_implementation(op, implementation)
+    if accumulate_into is not None:
+        checks.check_array(op, "accumulate_into", accumulate_into)
+        shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+        checks.check_accumulator(op, accumulate_into, shape, out_dtype)
+    return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
