@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import shapes
+from assertions import assert_exact
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -15,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jax_fp8gemm import ScaledArray
 
 SQUARE = (128, 128)
-# The f32 sum, and the rounding to the result's dtype, relative to the largest entry.
-TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2**-8}
 
 patterns = pytest.mark.parametrize("m, sizes", shapes.GROUPS.values(), ids=shapes.GROUPS.keys())
 # Three group_sizes to map over.
@@ -72,20 +71,6 @@ def scaled(values, scale, block=(1, 128)):
 
 def zeros(*shape, block=(1, 128)):
     return scaled(np.zeros(shape), jnp.zeros(reference.scale_shape(shape, block)), block)
-
-
-def assert_close(out, expected, dtype):
-    assert out.dtype == dtype and out.shape == expected.shape
-    bound = TOLERANCE[dtype] * np.max(np.abs(expected), initial=0)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=bound)
-
-
-def assert_exact(out, expected):
-    """f32, equal, and every zero positive, as a sum that starts at 0 leaves it."""
-    out = np.asarray(out)
-    assert out.dtype == np.float32
-    np.testing.assert_array_equal(out, expected)
-    assert not np.any(np.signbit(out) & (out == 0))
 
 
 def assert_maps(function, in_axes, elements, truth):

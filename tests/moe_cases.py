@@ -6,22 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
+from assertions import MLP, assert_diff_below
 
 from jax_fp8gemm import DEEPSEEK_V3
 from jax_fp8gemm.moe import moe_mlp
 
-# By calc_diff, about a mean square error. f32: now and then an f32 sum that is rounded otherwise
-# moves an FP8 rounding, by 2^-4 of one value. bf16, f16: gate_up, dh and the results are rounded.
-TOLERANCE = {jnp.float32: 1e-6, jnp.float16: 1e-6, jnp.bfloat16: 5e-6}
 M, D, F = 200, 256, 96  # d : f of Qwen3-30B-A3B; the second block of 2 f holds gates and ups
 SIZES = (0, 70, 0, 101, 9)  # 20 rows of no group
 G, TOTAL = len(SIZES), sum(SIZES)
 
 
-def assert_close(found, expected, dtype=jnp.float32):
+def assert_mlp(found, expected, dtype=jnp.float32):
     for x, y in zip(found, expected, strict=True):
         assert (x.dtype, x.shape) == (dtype, y.shape)
-        assert reference.calc_diff(x, y) < TOLERANCE[dtype]
+        assert_diff_below(MLP[dtype], x, y)
 
 
 @functools.cache

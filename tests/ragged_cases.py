@@ -9,23 +9,13 @@ import reference
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.lax import RaggedDotDimensionNumbers
-from matmul_cases import assert_close, random
+from matmul_cases import random
 
 from jax_fp8gemm import DEEPSEEK_V3, ragged_dot, ragged_dot_general
 
 M, N, K = 300, 136, 260  # all ragged
 SIZES = (70, 0, 130, 40)  # an empty group; 60 rows of no group
 G, TOTAL = len(SIZES), sum(SIZES)
-
-
-def assert_all_close(found, expected, dtype=jnp.float32):
-    for x, y in zip(found, expected, strict=True):
-        assert_close(x, y, dtype)
-
-
-def assert_all_same_bits(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        reference.assert_same_bits(x, y)
 
 
 def int32(sizes):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import reference
+from assertions import LAYER, assert_diff_below
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
@@ -17,13 +18,12 @@ from test_expert_parallel import (
     D,
     E,
     M,
-    assert_close,
     auto_mesh,
     problem,
     truth,
     vjp,
 )
-from test_moe import TOLERANCE, random
+from test_moe import random
 from test_partition import place
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe
@@ -48,7 +48,7 @@ def test_inside_shard_map(check_vma):
         check_vma=check_vma,
     )
     _, dx, _, *dw = truth()
-    assert_close(jax.jit(sharded)(*problem()), (dx, *dw), TOLERANCE[BF16])
+    assert_diff_below(LAYER[BF16], jax.jit(sharded)(*problem()), (dx, *dw))
 
 
 def test_logits_on_a_mesh_of_explicit_axes():
@@ -63,7 +63,7 @@ def test_logits_on_a_mesh_of_explicit_axes():
     layer = functools.partial(moe_layer, top_k=TOP_K, recipe=BF16, expert_axis="x")
     out = jax.jit(layer)(*operands)
     assert jax.typeof(out).sharding.spec == P(("x", "y"), None)
-    assert_close([out], truth()[:1], TOLERANCE[BF16])
+    assert_diff_below(LAYER[BF16], [out], truth()[:1])
 
 
 def test_operands_that_lie_on_no_mesh_yet():
@@ -74,10 +74,10 @@ def test_operands_that_lie_on_no_mesh_yet():
     layer = functools.partial(moe_layer, expert_axis="x", recipe=recipe)
     run = jax.jit(functools.partial(vjp, functools.partial(layer, mesh=on)))
     out, *gradients = run(x, indices, probs, *weights, dout)
-    assert_close(gradients, truth()[1:], TOLERANCE[DEEPSEEK_V3])
+    assert_diff_below(LAYER[DEEPSEEK_V3], gradients, truth()[1:])
     one = jax.jit(functools.partial(moe_layer, recipe=recipe))(x, (indices, probs), *weights)
     # f32 sums of a token's experts, in another order.
-    assert_close([out], [one], 1e-12)
+    assert_diff_below(1e-12, [out], [one])
     with jax.set_mesh(on):
         as_numpy = jax.tree.map(np.asarray, (x, (indices, probs), *weights))
         reference.assert_same_bits(jax.jit(layer)(*as_numpy), out)
@@ -151,7 +151,7 @@ def test_inside_a_shard_map_over_another_axis(axis_type, check_vma):
         check_vma=check_vma,
     )
     placed = place(on, problem(), specs)
-    assert_close(jax.jit(sharded)(*placed), truth(), TOLERANCE[DEEPSEEK_V3])
+    assert_diff_below(LAYER[DEEPSEEK_V3], jax.jit(sharded)(*placed), truth())
 
 
 @pytest.mark.parametrize("shape", [(4, M // 4), (2, 2, M // 4)])
@@ -164,4 +164,4 @@ def test_leading_dimensions_that_an_explicit_mesh_cuts_in_part(shape):
     with jax.set_mesh(on):
         out = jax.jit(functools.partial(moe_layer, expert_axis="y"))(x, (indices, probs), *weights)
     assert out.sharding.is_equivalent_to(NamedSharding(on, P("x")), out.ndim)
-    assert_close([out.reshape(M, D)], truth()[:1], TOLERANCE[DEEPSEEK_V3])
+    assert_diff_below(LAYER[DEEPSEEK_V3], [out.reshape(M, D)], truth()[:1])

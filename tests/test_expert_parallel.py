@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import LAYER, assert_diff_below
 from errors import raises
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
-from test_moe import TOLERANCE, expert, random
+from test_moe import expert, random
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, quantize
 from jax_fp8gemm.moe import moe_layer, route
@@ -76,11 +77,6 @@ def program(shape=(4,), expert_axis="x", recipe=DEEPSEEK_V3, exchange=None):
     return jax.jit(functools.partial(vjp, layer))
 
 
-def assert_close(found, expected, tolerance):
-    for x, y in zip(found, expected, strict=True):
-        assert reference.calc_diff(x, y) < tolerance
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -93,10 +89,10 @@ def assert_close(found, expected, tolerance):
 )
 def test_result_and_gradients_are_those_of_the_dense_layer(kwargs):
     found = program(**kwargs)(*problem())
-    assert_close(found, truth(), TOLERANCE[kwargs.get("recipe", DEEPSEEK_V3)])
+    assert_diff_below(LAYER[kwargs.get("recipe", DEEPSEEK_V3)], found, truth())
 
 
-@pytest.mark.parametrize("recipe", TOLERANCE, ids=["bf16", "fp8"])
+@pytest.mark.parametrize("recipe", LAYER, ids=["bf16", "fp8"])
 def test_every_exchange_and_every_run_gives_the_same_bits(recipe):
     expected = program(recipe=recipe, exchange="all_gather")(*problem())
     for name in NAMES:
@@ -108,7 +104,7 @@ def test_results_travel_as_fp8_where_the_recipe_says_so():
     recipe = dataclasses.replace(DEEPSEEK_V3, fp8_combine=True)
     compiled = program(recipe=recipe, exchange="all_gather").lower(*problem()).compile()
     found = compiled(*problem())
-    assert_close(found, truth(), TOLERANCE[DEEPSEEK_V3])
+    assert_diff_below(LAYER[DEEPSEEK_V3], found, truth())
     # Another rounding of results and of the gradient of x alone.
     in_f32 = program(exchange="all_gather")(*problem())
     jax.tree.map(reference.assert_same_bits, found[2:], in_f32[2:])
@@ -132,8 +128,8 @@ def test_turns_that_hold_less_than_the_rows_drop_none(traced_anew, monkeypatch):
     assert num_loops(in_turns) > num_loops(program(exchange="all_gather"))
     found = in_turns(*problem(5.0))
     # f32 sums in another order; the gradients of weights cut the tokens into other blocks.
-    assert_close(found[:3], expected[:3], 1e-10)
-    assert_close(found[3:], expected[3:], TOLERANCE[DEEPSEEK_V3])
+    assert_diff_below(LAYER[BF16], found[:3], expected[:3])
+    assert_diff_below(LAYER[DEEPSEEK_V3], found[3:], expected[3:])
 
 
 def num_loops(program):
@@ -167,7 +163,7 @@ def test_rows_hold_an_expert_that_a_token_chooses_twice():
     operands = x, (indices[:, [0, 0]], probs), *weights
     layer = functools.partial(moe_layer, mesh=auto_mesh(8), expert_axis="x")
     found, expected = (jax.jit(function)(*operands) for function in (layer, dense))
-    assert reference.calc_diff(found, expected) < TOLERANCE[DEEPSEEK_V3]
+    assert reference.calc_diff(found, expected) < LAYER[DEEPSEEK_V3]
 
 
 def test_weights_quantised_once_and_leading_dimensions():
@@ -204,7 +200,7 @@ def test_a_capacity_in_bf16_holds_fewer_rows():
     # Of all choices, M * TOP_K, what two experts take of each device.
     rows = 4 * (E // 4) * int(np.ceil(2.5 * M // 4 * TOP_K / E))
     assert rows == 80 and f"f32[80,{2 * F}]" in compiled.as_text()
-    assert_close(compiled(*problem()), truth(), TOLERANCE[BF16])
+    assert_diff_below(LAYER[BF16], compiled(*problem()), truth())
 
 
 def test_gradients_of_weights_are_added_in_the_dtype_of_the_recipe():

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import reference
 import shapes
+from assertions import SCALED_PRODUCT, assert_close
 from errors import raises
 
 from jax_fp8gemm import ScaledArray, quantize, scaled_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# The f32 sum of k terms, and the rounding to the result's dtype, relative to the largest entry.
-TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2**-8}
 KINDS = {"1d2d": (128, 128), "1d1d": (1, 128)}
 
 
@@ -32,12 +31,6 @@ def truth(lhs, rhs, accum=None):
     return lhs @ rhs.T + (0 if accum is None else np.asarray(accum, np.float64))
 
 
-def assert_close(out, expected, dtype=jnp.bfloat16):
-    assert out.dtype == dtype and out.shape == expected.shape
-    bound = TOLERANCE[dtype] * np.max(np.abs(expected), initial=0)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=bound)
-
-
 SMALL = {name: shape for name, shape in shapes.AWKWARD.items() if shape.n * shape.k < 1 << 18}
 
 
@@ -48,14 +41,16 @@ SMALL = {name: shape for name, shape in shapes.AWKWARD.items() if shape.n * shap
 )
 def test_against_float64(shape, kind):
     lhs, rhs = operands(*shape, kind)
-    assert_close(scaled_matmul(lhs, rhs, out_dtype=jnp.float32), truth(lhs, rhs), jnp.float32)
+    assert_close(
+        scaled_matmul(lhs, rhs, out_dtype=jnp.float32), truth(lhs, rhs), jnp.float32, SCALED_PRODUCT
+    )
 
 
 @pytest.mark.parametrize("lhs_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("rhs_dtype", [E4M3, E5M2])
 def test_formats_mix_and_bf16_is_the_default(lhs_dtype, rhs_dtype):
     lhs, rhs = operands(65, 130, 300, "1d1d", lhs_dtype, rhs_dtype)
-    assert_close(scaled_matmul(lhs, rhs), truth(lhs, rhs))
+    assert_close(scaled_matmul(lhs, rhs), truth(lhs, rhs), jnp.bfloat16, SCALED_PRODUCT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +83,7 @@ def test_accumulates_into_a_donated_buffer():
         donate_argnums=0,
     )
     donated = jnp.array(accum)
-    assert_close(add(donated), truth(lhs, rhs, accum), jnp.float32)
+    assert_close(add(donated), truth(lhs, rhs, accum), jnp.float32, SCALED_PRODUCT)
     assert donated.is_deleted()
 
 
@@ -124,9 +119,9 @@ def test_vmap_over_either_or_both_operands(kind, n):
     left = jax.vmap(scaled_matmul, in_axes=(0, None))(lhs, pairs[0][1])
     right = jax.vmap(scaled_matmul, in_axes=(None, 0))(pairs[0][0], rhs)
     for i, (lhs_i, rhs_i) in enumerate(pairs):
-        assert_close(both[i], truth(lhs_i, rhs_i))
-        assert_close(left[i], truth(lhs_i, pairs[0][1]))
-        assert_close(right[i], truth(pairs[0][0], rhs_i))
+        assert_close(both[i], truth(lhs_i, rhs_i), jnp.bfloat16, SCALED_PRODUCT)
+        assert_close(left[i], truth(lhs_i, pairs[0][1]), jnp.bfloat16, SCALED_PRODUCT)
+        assert_close(right[i], truth(pairs[0][0], rhs_i), jnp.bfloat16, SCALED_PRODUCT)
 
 
 @pytest.mark.parametrize("axes", [(0, None, 1), (None, 0, None), (0, 0, 2), (None, None, 0)])
@@ -144,7 +139,7 @@ def test_vmap_with_an_accumulator(axes):
     for i in range(3):
         lhs_i, rhs_i, accum_i = (0 if axis is None else i for axis in axes)
         expected = truth(pairs[lhs_i][0], pairs[rhs_i][1], accum[accum_i])
-        assert_close(out[i], expected, jnp.float32)
+        assert_close(out[i], expected, jnp.float32, SCALED_PRODUCT)
 
 
 def test_vmap_over_an_unbatched_scale():

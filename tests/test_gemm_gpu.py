@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import shapes
+from assertions import GPU_DEQUANTIZED, GPU_UNQUANTIZED
 from gpu_cases import E4M3, E5M2, FAMILIES
 from jax import lax
 
@@ -16,8 +17,6 @@ import jax_fp8gemm as jf
 
 pytestmark = pytest.mark.gpu
 
-# DeepGEMM's bounds on calc_diff. e4m3 noise on both operands alone is 7e-4 of the energy.
-UNQUANTIZED, DEQUANTIZED = 1e-3, 1e-5
 # A single element: the rounding of bf16 (2^-9) twice over, plus 1 % of the rms of the result, where
 # 13-bit truncation was seen to cost 0.06 %. A wrong tile or scale is off by about the rms.
 OUT_ROUNDING, RMS_SHARE = 2.0**-8, 0.01
@@ -77,8 +76,8 @@ def _check(shape, ms, rhs_block, out_dtype):
         unquantized, dequantized, excess, unlike = map(float, measured)
         what = f"m={rows} of {shape}: {unquantized=} {dequantized=} {excess=}"
         # Written so that a NaN fails.
-        assert unquantized < UNQUANTIZED, what
-        assert dequantized < DEQUANTIZED, what
+        assert unquantized < GPU_UNQUANTIZED, what
+        assert dequantized < GPU_DEQUANTIZED, what
         assert excess < RMS_SHARE, what
         assert unlike == 0, f"{what}: {unlike} elements unlike those at m={ms[-1]}"
 
@@ -112,7 +111,7 @@ def test_awkward_shapes(name, family, out_dtype):
         lambda lhs, rhs: gpu_cases.multiply(lhs, rhs, out_dtype), (lhs, rhs), out_type
     )
     expected = reference.gemm(*gpu_cases.on_host(lhs), *gpu_cases.on_host(rhs))
-    assert reference.calc_diff(out, expected) < DEQUANTIZED
+    assert reference.calc_diff(out, expected) < GPU_DEQUANTIZED
     error = np.abs(np.asarray(out).astype(np.float64) - expected)
     rms = np.sqrt(np.mean(expected**2))
     assert np.all(error <= OUT_ROUNDING * np.abs(expected) + RMS_SHARE * rms)
@@ -150,7 +149,7 @@ def test_e5m2_operands(formats, family):
     lhs, rhs = gpu_cases.operands(3, shape, FAMILIES[family], formats)
     out = gpu_cases.multiply(lhs, rhs)
     expected = reference.gemm(*gpu_cases.on_host(lhs), *gpu_cases.on_host(rhs))
-    assert reference.calc_diff(out, expected) < DEQUANTIZED
+    assert reference.calc_diff(out, expected) < GPU_DEQUANTIZED
     gpu_cases.assert_model_predicts(out, lhs, rhs)
 
 
@@ -228,7 +227,7 @@ def test_reference_lowering_agrees_and_really_rounds(family):
     assert 'custom_call_target="jax_fp8gemm' not in product.lower(lhs, rhs).compile().as_text()
     kept = reference.fake_quantize(lhs) @ reference.fake_quantize(rhs, block).T
     assert reference.calc_diff(out, kept) < 1e-7
-    assert 3e-4 < reference.calc_diff(out, lhs.astype(np.float64) @ rhs.T) < UNQUANTIZED
+    assert 3e-4 < reference.calc_diff(out, lhs.astype(np.float64) @ rhs.T) < GPU_UNQUANTIZED
     lhs_q, rhs_q = gpu_cases.operands(7, (200, 264, 640), block)
     kernel = gpu_cases.multiply(lhs_q, rhs_q)
     plain = jf.scaled_matmul(lhs_q, rhs_q, out_dtype=jnp.float32, implementation="xla")

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import assert_exact
 from errors import raises, without_annotation_checks
-from grouped_cases import SQUARE, assert_exact, int32, zeros
+from grouped_cases import SQUARE, int32, zeros
 from test_grouped_gemm import dot_f32, dot_operands, dot_truth
 from test_grouped_wgrad import exact_wgrad, wgrad_operands
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import reference
 import shapes
+from assertions import SCALED_PRODUCT, assert_close, assert_exact
 from errors import on_cpu, raises, raises_without_kernel
 from grouped_cases import (
     BAD_SIZES,
     SIZES,
     SQUARE,
     any_sizes,
-    assert_close,
-    assert_exact,
     assert_maps,
     int32,
     integers,
@@ -63,14 +62,14 @@ def test_against_float64():
     m, sizes = shapes.GROUPS["around a tile"]
     lhs, rhs = random_dot_operands(m, 136, 300, len(sizes))
     out = dot_f32(lhs, rhs, int32(sizes))
-    assert_close(out, dot_truth(lhs, rhs, sizes), jnp.float32)
+    assert_close(out, dot_truth(lhs, rhs, sizes), jnp.float32, SCALED_PRODUCT)
 
 
 def test_of_mixed_formats_in_bf16_by_default():
     lhs, rhs = random_dot_operands(70, 130, 140, 3, lhs_dtype=jnp.float8_e5m2)
     sizes = (30, 0, 38)
     out = scaled_ragged_dot(lhs, rhs, int32(sizes))
-    assert_close(out, dot_truth(lhs, rhs, sizes), jnp.bfloat16)
+    assert_close(out, dot_truth(lhs, rhs, sizes), jnp.bfloat16, SCALED_PRODUCT)
     rounded = dot_f32(lhs, rhs, int32(sizes)).astype(jnp.bfloat16)
     reference.assert_same_bits(out, rounded)
 

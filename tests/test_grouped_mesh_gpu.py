@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 import ragged_cases
+from assertions import assert_all_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives
-from ragged_cases import assert_all_same_bits
 from test_mesh_gpu import all_gpus, place
 from test_partition_grouped import problem, vjp
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import reference
 import shapes
+from assertions import SCALED_PRODUCT, assert_close, assert_exact
 from errors import on_cpu, raises, raises_without_kernel
 from grouped_cases import (
     BAD_SIZES,
     SIZES,
     SQUARE,
     any_sizes,
-    assert_close,
-    assert_exact,
     assert_maps,
     int32,
     integers,
@@ -61,7 +60,7 @@ def test_against_float64():
     m, sizes = shapes.GROUPS["around a tile"]
     lhs, rhs = normal(m, 40), normal(m, 136, seed=1)
     out = wgrad(jnp.asarray(lhs), jnp.asarray(rhs), int32(sizes))
-    assert_close(out, reference.grouped_wgrad(lhs, rhs, sizes), jnp.float32)
+    assert_close(out, reference.grouped_wgrad(lhs, rhs, sizes), jnp.float32, SCALED_PRODUCT)
 
 
 @pytest.mark.parametrize("name", ["one group", "empty groups first, between and last"])
@@ -78,7 +77,9 @@ def test_of_mixed_formats_in_bf16():
         quantize_ragged(jnp.asarray(rhs), int32(sizes), dtype=E5M2),
     )
     out = scaled_ragged_wgrad(*columns, int32(sizes), out_dtype=jnp.bfloat16)
-    assert_close(out, reference.grouped_wgrad(lhs, rhs, sizes, E4M3, E5M2), jnp.bfloat16)
+    assert_close(
+        out, reference.grouped_wgrad(lhs, rhs, sizes, E4M3, E5M2), jnp.bfloat16, SCALED_PRODUCT
+    )
     rounded = scaled_ragged_wgrad(*columns, int32(sizes)).astype(jnp.bfloat16)
     reference.assert_same_bits(out, rounded)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import assert_close
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matmul_cases import RECIPES, K, M, N, assert_close, problem, random, vjp
+from matmul_cases import RECIPES, K, M, N, problem, random, vjp
 
 from jax_fp8gemm import BF16, matmul, quantize
 

@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import GPU_PRODUCT
 from gpu_cases import E5M2, SQUARE
 
 import jax_fp8gemm as jf
 
 pytestmark = pytest.mark.gpu
 
-# calc_diff of results against float64 on the fake-quantised operands: the rounding of the result's
-# dtype (2^-9 or 2^-12 at worst, squared, over 3), and 1e-8 of truncation.
-BOUND = {jnp.bfloat16: 1e-5, jnp.float16: 1e-7, jnp.float32: 1e-7}
 RECIPES = {
     "deepseek_v3": (jf.DEEPSEEK_V3, {}),
     "hybrid": (jf.HYBRID, dict(bwd=E5M2)),
@@ -45,7 +43,7 @@ def _fwd_and_grads(lhs, rhs, dout, recipe=jf.DEEPSEEK_V3, implementation=None):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("dtype", GPU_PRODUCT)
 @pytest.mark.parametrize("mkn", [(256, 384, 512), (200, 136, 328), (65, 129, 1003)], ids=str)
 def test_forward_and_gradients(name, dtype, mkn):
     recipe, options = RECIPES[name]
@@ -56,7 +54,7 @@ def test_forward_and_gradients(name, dtype, mkn):
     plain = (exact[0] @ exact[1], exact[2] @ exact[1].T, exact[0].T @ exact[2])
     for result, truth, product in zip(actual, expected, plain, strict=True):
         assert result.dtype == dtype
-        assert reference.calc_diff(result, truth) < BOUND[dtype]
+        assert reference.calc_diff(result, truth) < GPU_PRODUCT[dtype]
         assert reference.calc_diff(result, product) < (4e-3 if "e5m2" in str(options) else 1e-3)
 
 
@@ -66,7 +64,7 @@ def test_gradient_of_small_tokens_uses_f32_accumulation():
     lhs[1:] = dout[1:] = 0
     _, _, drhs = jax.jit(_fwd_and_grads)(lhs, rhs, dout)
     expected = reference.matmul_vjp(lhs, rhs, dout)[2]
-    assert reference.calc_diff(drhs, expected) < BOUND[jnp.float32]
+    assert reference.calc_diff(drhs, expected) < GPU_PRODUCT[jnp.float32]
 
 
 def test_large_products_agree_with_the_reference_lowering():

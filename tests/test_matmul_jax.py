@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import assert_close
 from errors import raises
-from matmul_cases import K, M, N, assert_close, equations, problem, random, saved_residuals, vjp
+from matmul_cases import K, M, N, equations, problem, random, saved_residuals, vjp
 
 from jax_fp8gemm import CHECKPOINT_NAMES, matmul, quantize
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import ragged_cases
 import reference
+from assertions import assert_all_close, assert_all_same_bits, assert_close
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from matmul_cases import RECIPES, assert_close, saved_residuals
+from matmul_cases import RECIPES, saved_residuals
 from meshes import mesh
 from ragged_cases import (
     SIZES,
@@ -20,8 +21,6 @@ from ragged_cases import (
     K,
     M,
     N,
-    assert_all_close,
-    assert_all_same_bits,
     contraction,
     contraction_problem,
     equations,

@@ -9,20 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import assert_all_close, assert_all_same_bits, assert_close
 from errors import raises
-from matmul_cases import RECIPES, assert_close
-from ragged_cases import (
-    SIZES,
-    TOTAL,
-    G,
-    M,
-    assert_all_close,
-    assert_all_same_bits,
-    int32,
-    jitted,
-    problem,
-    truth,
-)
+from matmul_cases import RECIPES
+from ragged_cases import SIZES, TOTAL, G, M, int32, jitted, problem, truth
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe, ScaledArray, quantize, ragged_dot
 

@@ -7,25 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from assertions import assert_all_close, assert_close
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from matmul_cases import assert_close, random, saved_residuals
+from matmul_cases import random, saved_residuals
 from meshes import mesh
-from ragged_cases import (
-    SIZES,
-    G,
-    K,
-    M,
-    N,
-    assert_all_close,
-    equations,
-    int32,
-    jitted,
-    problem,
-    truth,
-    vjp,
-)
+from ragged_cases import SIZES, G, K, M, N, equations, int32, jitted, problem, truth, vjp
 
 from jax_fp8gemm import BF16, CHECKPOINT_NAMES, DEEPSEEK_V3, quantize, ragged_dot
 
