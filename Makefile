@@ -35,7 +35,7 @@ CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h)
 CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
 HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
-TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/test_ffi_harness.py -s $(PYTEST_FLAGS)
+TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
 .PHONY: demo test gpu-test fuzz lint fuzz-ffi tsan coverage golden-launches conformance clean
 
@@ -50,7 +50,7 @@ gpu-test: $(VENV)/installed
 
 # Random calls and products: FUZZ_SECONDS and the like, in tests/fuzz/run.py.
 fuzz: $(VENV)/installed
-	PYTHONPATH=tests $(VENV)/bin/python -P -m fuzz.run
+	PYTHONPATH=tests:tests/moe $(VENV)/bin/python -P -m fuzz.run
 
 lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check .

@@ -64,7 +64,7 @@ def run_harness(folder: Path) -> None:
 def run_tests(extension: Path) -> None:
     """Runs tests with the extension in the place of the installed one."""
     environment = os.environ | {"JAX_FP8GEMM_COVERAGE_EXT": str(extension)}
-    tests = [builder.ROOT / "tests" / f"{name}.py" for name in _TESTS]
+    tests = [builder.ROOT / "tests" / "runtime" / f"{name}.py" for name in _TESTS]
     # Not those that compile hundreds of kernels, nor the one that measures time.
     few = ["-k", "not spill and not ptxas and not read_from_disk"]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "coverage_plugin", *few]

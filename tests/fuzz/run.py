@@ -50,7 +50,7 @@ class Share:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'moe'}", "JAX_PLATFORMS": "cpu"},
         )
         lines: queue.Queue[str | None] = queue.Queue()
         errors: list[str] = []
@@ -89,7 +89,7 @@ class Share:
             self.next = max(number, self.next) + 1
 
     def _report(self, number: int, text: str) -> None:
-        command = " ".join(["PYTHONPATH=tests", *self._command(number, number + 1, 600)])
+        command = " ".join(["PYTHONPATH=tests:tests/moe", *self._command(number, number + 1, 600)])
         self.faults.append(text)
         print(f"{self.kind} {number}: {text}\n    {command}", flush=True)
 

@@ -1,6 +1,6 @@
 """The calls or products of one process: run.py starts some, and sees when one dies or hangs.
 
-    PYTHONPATH=tests python -P -m fuzz.worker calls|products SEED FIRST LAST SECONDS
+    PYTHONPATH=tests:tests/moe python -P -m fuzz.worker calls|products SEED FIRST LAST SECONDS
 
 Call i of a seed is the same in any process. Prints `run i` before each, `fault i text` after one
 that is wrong, and `done i` at the end; with FIRST == LAST - 1 what the call is, too.

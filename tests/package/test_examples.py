@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def losses(script, *args):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     not (_ROOT / "BUILD").exists(), reason="needs the checkout that the tests came from"

@@ -20,7 +20,7 @@ from jax_fp8gemm import quantize
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding import cache_tag
 
-_PROGRAM = pathlib.Path(__file__).with_name("cache_program.py")
+_PROGRAM = pathlib.Path(__file__).parents[1] / "cache_program.py"
 PROGRAMS = ("shard_map", "jit", "jit_without_address", "other_parameters")
 
 

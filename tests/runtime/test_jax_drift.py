@@ -15,7 +15,7 @@ import pytest
 import jax_fp8gemm
 from jax_fp8gemm._runtime import jax_drift
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # Each private name, and what is left of products over several devices without it.
 GONE = {
     "jax._src.dispatch.prim_requires_devices_during_lowering": (

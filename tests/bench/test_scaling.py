@@ -21,7 +21,7 @@ from benchmarks.scaling.predict import predict_ep_layer, predict_fsdp_mlps
 from benchmarks.scaling.tables import fill
 from jax_fp8gemm.moe._parallel.exchange import choose_exchange, make_exchange
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 MODEL, RATES = Model(), Rates()
 in_checkout = pytest.mark.skipif(
     not (_ROOT / "docs").exists(), reason="needs the checkout that the tests came from"

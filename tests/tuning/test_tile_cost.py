@@ -7,7 +7,7 @@ import pytest
 
 from jax_fp8gemm._tuning import choose, cost
 
-RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 DENSE = RESULTS / "nvidia_h200" / "dense.json"
 
 
