@@ -1,1 +1,1 @@
-"""What this machine has: the compiled extension, the kernel cache, NVRTC."""
+"""The lowest layer: the compiled extension, the environment, and what JAX may change."""

@@ -63,7 +63,7 @@ def _driver() -> str:
 
 
 def _driver_version() -> str:
-    """Of the kernel module: CUDA's driver API tells none."""
+    """Returns the version of the kernel module. CUDA's driver API does not tell it."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER_FILE.read_text())
     except OSError:

@@ -1,6 +1,6 @@
 """Where things are on this machine: kernel sources, compiled kernels, NVRTC.
 
-Environment, of which the extension takes what it says when the package is imported:
+The extension takes these variables when the package is imported:
     JAX_FP8GEMM_CACHE_DIR  folder of compiled kernels; empty: keep them in memory only
     JAX_FP8GEMM_NVRTC      path of libnvrtc.so; only that one is tried
     JAX_FP8GEMM_JIT_DEBUG  1: report each kernel on stderr (registers, spills, time, cache hits)
@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 def source_dir() -> str:
-    """The kernel sources: of the checkout that this file is in, else those installed beside it."""
+    """Returns the folder of kernel sources, of the checkout or else of the installed package."""
     package = Path(__file__).parents[1]
     checkout = package.parent / "ffi" / "cuda"
     return str(checkout if checkout.is_dir() else package / "cuda")
 
 
 def cache_dir() -> str:
-    """The cache folder, which need not exist; "" for none."""
+    """Returns the cache folder, which need not exist, or "" for none."""
     if (value := os.environ.get("JAX_FP8GEMM_CACHE_DIR")) is not None:
         return os.path.abspath(os.path.expanduser(value)) if value else ""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -28,20 +28,22 @@ def cache_dir() -> str:
 
 
 def printable(path: str) -> str:
-    """The path with bytes that are no UTF-8 as \\xNN: Python has them as characters that no stream
-    takes."""
+    """Returns the path with bytes that are not UTF-8 as \\xNN.
+
+    Python holds such bytes as characters that no stream prints.
+    """
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def is_writable(folder: str) -> bool:
-    """Whether the folder, which need not exist, can be written in; makes nothing."""
+    """Returns whether the folder, which need not exist, can be written to. Creates nothing."""
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def nvrtc_paths() -> list[str]:
-    """Candidates for NVRTC, best first: the CUDA wheels of JAX, the linker's, the toolkit's."""
+    """Returns where NVRTC may be, best first: JAX's CUDA wheels, the linker's path, the toolkit."""
     if value := os.environ.get("JAX_FP8GEMM_NVRTC"):
         return [os.path.abspath(value) if "/" in value else value]
     spec = importlib.util.find_spec("nvidia")
@@ -59,8 +61,10 @@ def nvrtc_paths() -> list[str]:
 
 
 def _cuda_majors() -> list[int]:
-    """13 and 12, first that of JAX's plugin: another package may bring the CUDA wheels of a newer
-    one, which the driver need not know."""
+    """Returns 13 and 12, the one of JAX's plugin first.
+
+    Another package may bring the wheels of a newer CUDA, which the driver need not support.
+    """
     is_jax = lambda major: importlib.util.find_spec(f"jax_cuda{major}_plugin") is not None
     return [12, 13] if is_jax(12) and not is_jax(13) else [13, 12]
 

@@ -28,7 +28,7 @@ SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
 GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
 
-# disabled_checks of jax.export.export(..., platforms=("cuda",)), which else refuses the kernels.
+# For disabled_checks of jax.export.export(..., platforms=("cuda",)), which refuses unknown targets.
 EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in (
@@ -42,18 +42,18 @@ EXPORT_CHECKS = tuple(
     )
 )
 
-# H100 and H200 SXM; what configs are chosen for where no GPU says otherwise.
+# SMs of H100 and H200 SXM. Configs are chosen for them on a machine without a GPU.
 _DEFAULT_NUM_SMS = 132
 
-cache_dir = ""  # of the extension, see _configure
+cache_dir = ""  # set by _configure
 
 
 class FallbackWarning(RuntimeWarning):
-    """The reference runs where the CUDA kernels could have been expected; the message says why."""
+    """The reference runs where a user would expect the CUDA kernels; the message says why."""
 
 
 def _configure() -> None:
-    """Hands the extension what the environment says; later changes of it are not seen."""
+    """Passes the environment's settings to the extension. Later changes have no effect."""
     global cache_dir
     cache_dir = environment.cache_dir()
     if _ext is None:
@@ -84,7 +84,7 @@ def _extension_fault() -> str | None:
 
 
 def _runtime_api() -> tuple[int, int]:
-    """XLA's FFI API version, which no Python API tells. Raises: RuntimeError."""
+    """Returns XLA's FFI API version, which only a header tells. Raises: RuntimeError."""
     header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
     try:
         text = header.read_text()
@@ -97,7 +97,10 @@ def _runtime_api() -> tuple[int, int]:
 
 
 def _api_fault(major: int, minor: int, runtime_major: int, runtime_minor: int) -> str | None:
-    """XLA accepts handlers up to its own version; a newer one would stop its start-up."""
+    """Returns why XLA would refuse the extension, or None.
+
+    XLA accepts handlers up to its own version. A newer one would stop its start-up.
+    """
     if major == runtime_major and minor <= runtime_minor:
         return None
     return (
@@ -140,7 +143,7 @@ def _nvrtc_fault() -> str | None:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Why the CUDA kernels cannot run on this machine, or None if they can."""
+    """Returns why the CUDA kernels cannot run on this machine, or None if they can."""
     reason = _extension_fault() or _device_fault() or _nvrtc_fault()
     if reason is None:
         check_cache_dir()
@@ -148,13 +151,13 @@ def unavailable_reason() -> str | None:
 
 
 def cache_fault(*, make: bool) -> str:
-    """Why kernels of the cache folder cannot be used, or "". `make`: it is made where missing."""
+    """Returns why the cache folder cannot be used, or "". `make`: create it if it is missing."""
     return _ext.cache_fault(cache_dir, make=make) if _ext is not None and cache_dir else ""
 
 
 @functools.cache
 def check_cache_dir() -> None:
-    """Makes the cache folder; warns and goes on without one if its kernels cannot be trusted."""
+    """Creates the cache folder. Warns, and goes on without one, if its kernels cannot be trusted."""
     if fault := cache_fault(make=True):
         extension().disable_disk_cache()
         folder = environment.printable(cache_dir)
@@ -168,7 +171,7 @@ def check_cache_dir() -> None:
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Warns that the reference runs instead of the CUDA kernels; once for each reason."""
+    """Warns that the reference runs instead of the CUDA kernels, once for each reason."""
     warnings.warn(
         f"jax_fp8gemm: the CUDA kernels are off and the slow reference runs instead: {reason}",
         FallbackWarning,
@@ -178,7 +181,7 @@ def warn_once(reason: str) -> None:
 
 @functools.cache
 def num_sms() -> int:
-    """Number of SMs of the first GPU; 132 (H100, H200) without one."""
+    """Returns the number of SMs of the first GPU, or 132 (H100, H200) without a GPU."""
     if _ext is None:
         return _DEFAULT_NUM_SMS
     try:
@@ -197,17 +200,17 @@ def register() -> None:
 
 
 def extension():
-    """The extension; RuntimeError with the reason where it cannot be imported."""
+    """Returns the extension. Raises RuntimeError, with the reason, if it cannot be imported."""
     if _ext is None:
         raise RuntimeError(f"jax_fp8gemm: {_extension_fault()}")
     return _ext
 
 
-# What the machine has; RuntimeError with the reason where it has it not
+# What the machine has. Each function raises RuntimeError, with the reason, where that is missing.
 
 
 def gpu_names() -> list[str]:
-    """One "name (sm90, 132 SMs)" for each GPU that the driver shows."""
+    """Returns one "name (sm90, 132 SMs)" for each GPU that the driver shows."""
     return [
         "{} (sm{}{}, {} SMs)".format(d["name"], *d["compute_capability"], d["num_sms"])
         for d in extension().device_info()["devices"]
@@ -215,17 +218,17 @@ def gpu_names() -> list[str]:
 
 
 def driver_cuda_version() -> tuple[int, int]:
-    """The newest CUDA version that the driver supports."""
+    """Returns the newest CUDA version that the driver supports."""
     return extension().device_info()["cuda_version"]
 
 
 def nvrtc() -> tuple[str, int, int]:
-    """Path, major and minor version of NVRTC."""
+    """Returns path, major and minor version of NVRTC."""
     return extension().nvrtc_info()
 
 
 def api_versions() -> tuple[tuple[int, int], tuple[int, int]]:
-    """FFI API version of the extension, and of this jaxlib."""
+    """Returns the FFI API versions of the extension and of this jaxlib."""
     ext = extension()
     return (ext.XLA_FFI_API_MAJOR, ext.XLA_FFI_API_MINOR), _runtime_api()
 

@@ -1,7 +1,7 @@
 """What the package takes from JAX beyond its documented API, which a release may change.
 
-A name of _NEEDED that is gone fails the import of the package, with a sentence. A name that has a
-replacement is asked for with `optional`, where it is used.
+If a name of _NEEDED is gone, the import of the package fails with a sentence. Code that can do
+without a name gets it from `optional`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NEEDED = (
 
 
 def optional(path: str, default: Any = None) -> Any:
-    """What `path` names, an attribute in a module of JAX; `default` where it is gone."""
+    """Returns what `path` names, an attribute of a module of JAX, or `default` where it is gone."""
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for i, name in enumerate(parts[1:], start=2):
         if not hasattr(found, name):
-            try:  # a module that nobody has imported yet is no attribute of its package
+            try:  # a module is an attribute of its package only once it is imported
                 importlib.import_module(".".join(parts[:i]))
             except ImportError:
                 return default
@@ -42,7 +42,7 @@ def optional(path: str, default: Any = None) -> Any:
 
 
 def unsupported(what: str) -> str:
-    """The sentence for a `what` that cannot be done with this JAX."""
+    """Returns the sentence that says of `what` that this JAX cannot do it."""
     return (
         f"{what}; got jax {jax.__version__}. The package is tested with jax {_TESTED}: install "
         "one of these, or a newer jax_fp8gemm."

@@ -1,4 +1,4 @@
-"""Compiling kernels without XLA, as `precompile` does. Needs NVRTC, but no GPU."""
+"""Compiles kernels without XLA, for `python -m jax_fp8gemm precompile`. Needs NVRTC, but no GPU."""
 
 import re
 import time
@@ -11,10 +11,16 @@ from jax_fp8gemm._runtime import extension
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling one kernel took and gave.
+    """What the compilation of one kernel took and gave.
 
-    `cached`: it came from the disk cache. `seconds`: duration of this call. `spill_bytes`: spill
-    stores and loads. `warnings`: lines of the ptxas log that report lost performance.
+    Attributes:
+      name: of the kernel.
+      cached: whether the kernel came from the disk cache.
+      seconds: duration of the call.
+      registers: of a thread.
+      spill_bytes: spill stores and loads.
+      warnings: lines of ptxas's log that report lost performance.
+      cubin_bytes: size of the cubin.
     """
 
     name: str
@@ -38,7 +44,7 @@ def compile_gemm(config: Mapping[str, SupportsIndex]) -> CompileReport:
 
 
 def compile_quantize(config: Mapping[str, SupportsIndex]) -> CompileReport:
-    """As `compile_gemm`, for the quantise kernel of a config (`quantize_config.attributes`)."""
+    """Does the same for the quantise kernel of a config (`quantize_config.attributes`)."""
     ext = extension.extension()
     return _compile(lambda: ext.compile_quantize(dict(config)))
 
