@@ -151,13 +151,13 @@ def unavailable_reason() -> str | None:
 
 
 def cache_fault(*, make: bool) -> str:
-    """Returns why the cache folder cannot be used, or "". `make`: create it if it is missing."""
+    """Returns why the cache folder cannot be used, or "". `make`: create it if missing."""
     return _ext.cache_fault(cache_dir, make=make) if _ext is not None and cache_dir else ""
 
 
 @functools.cache
 def check_cache_dir() -> None:
-    """Creates the cache folder. Warns, and goes on without one, if its kernels cannot be trusted."""
+    """Creates the cache folder. If its kernels cannot be trusted, warns and goes on without one."""
     if fault := cache_fault(make=True):
         extension().disable_disk_cache()
         folder = environment.printable(cache_dir)

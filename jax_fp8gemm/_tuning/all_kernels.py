@@ -1,6 +1,6 @@
-"""Every GEMM kernel that a call can choose, as attributes: what `precompile` and tests compile.
+"""Lists every GEMM kernel that a call can choose, for `precompile` and for tests.
 
-_tuning/quantize_config.py has the quantisers.
+_tuning/quantize_config.py lists the quantisers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _GEMM_FAMILIES = (
 def gemm_kernels(
     num_sms: int, *, all_formats: bool = False, with_clusters: bool = False
 ) -> Iterator[dict[str, np.int32]]:
-    """The `config` attributes of all GEMM kernels.
+    """Yields the attribute `config` of each GEMM kernel.
 
-    all_formats: those with e5m2 operands too. with_clusters: those of CLUSTER_CONFIGS too, which no
-    call chooses.
+    all_formats: the kernels with e5m2 operands too. with_clusters: the kernels of CLUSTER_CONFIGS
+    too, which no call chooses.
     """
     for grouping, is_1d1d, outs in _GEMM_FAMILIES:
         configs = tile_config.configs(grouping, is_1d1d=is_1d1d, with_clusters=with_clusters)
@@ -49,6 +49,6 @@ def gemm_kernels(
 
 
 def formats(all_formats: bool) -> list[tuple[bool, bool]]:
-    """Pairs of choices: e5m2 or not of both operands; of a quantiser, e5m2 and powers of two."""
+    """Returns pairs of flags: e5m2 of two operands; or e5m2, and power-of-two scales."""
     choices = (False, True) if all_formats else (False,)
     return [(first, second) for first in choices for second in choices]

@@ -1,8 +1,8 @@
 """choose, choose_grouped: which TileConfig a product gets.
 
-A pure function of static shapes and the number of multiprocessors, made when lowering and baked
-into the executable: the config that _tuning/cost.py predicts to be fastest, after a look into the
-table of measured overrides.
+The choice is a pure function of static shapes and the number of multiprocessors. It is made when a
+program is lowered, and baked into the executable. A table of measured overrides comes first; other
+shapes get the config that _tuning/cost.py predicts to be fastest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
 
-# (m, n, k, is_1d1d) -> config, measured on an H200 with 132 multiprocessors where the model's
-# choice was slower: docs/experiments/gemm-memory.md.
+# (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200 with 132
+# multiprocessors: docs/experiments/gemm-memory.md.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
     (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
@@ -35,7 +35,7 @@ def choose(
     accumulate: bool,
     num_sms: int = 132,
 ) -> TileConfig:
-    """Config for out (m, n) = lhs (m, k) x rhs (n, k); extents >= 1."""
+    """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1."""
     if _forced:
         return _forced[-1]
     return _choose(m, n, k, is_1d1d, _out_bytes(out_f32, accumulate), num_sms)
@@ -52,10 +52,10 @@ def choose_grouped(
     accumulate: bool,
     num_sms: int = 132,
 ) -> TileConfig:
-    """Config for a grouped product, as if all groups were about as large.
+    """Returns the config for a grouped product, as if all groups were about as large.
 
-    1d2d: m is the rows of all groups, n and k are of one. 1d1d: the contraction; m and n are of one
-    group, k is the tokens of all.
+    1d2d, groups of rows: m counts the rows of all groups; n and k are those of one group.
+    1d1d, groups of the contraction: k counts the tokens of all groups; m and n are those of one.
     """
     if _forced:
         return _forced[-1]
@@ -64,13 +64,13 @@ def choose_grouped(
 
 
 def _out_bytes(out_f32: bool, accumulate: bool) -> int:
-    """Moved for each element of the result; 2 for bf16 alone."""
+    """Returns the bytes that are moved for each element of the result."""
     return 4 + 4 * accumulate if out_f32 else 2
 
 
 @contextlib.contextmanager
 def override(config: TileConfig) -> Iterator[None]:
-    """Within the context, lowering uses `config` for every product (tests and tuning)."""
+    """Makes lowering use `config` for every product within the context (tests and tuning)."""
     _forced.append(config)
     try:
         yield

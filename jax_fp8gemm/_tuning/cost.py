@@ -1,8 +1,9 @@
-"""Predicted time of a product with a TileConfig, fitted to an H200 (docs/experiments/README.md):
+"""Predicts the time of a product with a TileConfig:
 
     time = waves * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 
-Made to rank configs. `out_bytes`: moved for each element of the result.
+The constants were fitted to an H200 (docs/experiments/README.md). The purpose is to rank configs.
+`out_bytes` are the bytes moved for each element of the result.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from jax_fp8gemm._tuning.tile_config import TileConfig
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 3.0  # launch, first loads, drain
-_WAVE_US = 0.3  # of waiting for the slowest tile
-_NOT_HIDDEN = 0.1  # part of the shorter of computing and moving bytes that adds to the longer
+_WAVE_US = 0.3  # wait for the slowest tile of a wave
+_NOT_HIDDEN = 0.1  # computing and moving bytes overlap, but for this part of the shorter
 _L2_BYTES_PER_CLOCK = 50  # L2 to one multiprocessor, all of them loading
 _DRAM_BYTES_PER_US = 3.3e6  # what one launch reaches, ramps included; a long copy reaches 4.2e6
 _MIN_K_BLOCK_CLOCKS = 215  # barrier, wgmma and promotion latency of one k-block
 _STORE_BYTES_PER_CLOCK = 33
 _STORE_BYTES_PER_CLOCK_NARROW = 21  # in rows of 64 bytes: bf16 where 64 does not divide block_n
 _TILE_CLOCKS = 300
-# Part of the tensor cores' rate that the main loop reaches. 1d1d reads a scale for every column and
-# promotes with twice as many instructions; two consumers of 256 columns have no registers left to
-# read those scales under the multiplication, and a second accumulator leaves none at all, but to
-# consumers of 128 rows.
+# The part of the tensor cores' rate that the main loop reaches. 1d1d reads a scale for every column
+# and promotes with twice as many instructions. WIDE: two consumers of 256 columns have no registers
+# left to read those scales under the multiplication. ACCUMS: a second accumulator leaves none at
+# all. TALL: but consumers of 128 rows have some beside it.
 _EFFICIENCY_1D2D = 0.83
 _EFFICIENCY_1D1D = 0.63
 _EFFICIENCY_1D1D_WIDE = 0.58
 _EFFICIENCY_1D1D_ACCUMS = 0.45
 _EFFICIENCY_1D1D_TALL = 0.69
-# Cost, relative to a whole tile, of one whose rows end within its first consumer warpgroup.
+# Cost of a tile whose rows end within its first consumer warpgroup, relative to a whole tile.
 _SHORT_TILE = 0.6
 
 
 def time_us(
     c: TileConfig, m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int
 ) -> float:
-    """Predicted time of one launch."""
+    """Returns the predicted time of one launch."""
     num_n = math.ceil(n / c.block_n)
     rest = m % c.block_m
     is_short = 0 < rest <= 64 and c.num_consumers > 1
@@ -61,7 +62,7 @@ def grouped_time_us(
     out_bytes: int,
     num_sms: int,
 ) -> float:
-    """Predicted time of one launch of a grouped product, as if all groups were about as large."""
+    """Returns the predicted time of a grouped launch, as if all groups were about as large."""
     num_n = math.ceil(n / c.block_n)
     if is_1d1d:
         tiles = num_groups * math.ceil(m / c.block_m) * num_n
@@ -77,7 +78,7 @@ def grouped_time_us(
 
 
 def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_bytes: int) -> float:
-    """Predicted clocks of one tile."""
+    """Returns the predicted clocks of one tile."""
     rows = max(c.block_m, 64)
     k_block = max(
         rows * c.block_n / 32 / _efficiency(c, is_1d1d),
@@ -101,7 +102,7 @@ def _efficiency(c: TileConfig, is_1d1d: bool) -> float:
 
 
 def _launch_us(waves: int | float, tile_clocks: float, dram_bytes: int | float) -> float:
-    """Predicted time of a launch from the tiles of one multiprocessor and the bytes of all."""
+    """Returns the time of a launch, from the tiles of one multiprocessor and the bytes of all."""
     compute_us = waves * tile_clocks / _CLOCK_MHZ
     dram_us = dram_bytes / _DRAM_BYTES_PER_US
     overlap = _NOT_HIDDEN * min(compute_us, dram_us)

@@ -1,4 +1,4 @@
-"""The configs of the quantise kernels: the attribute of a call, and every one that a call can have.
+"""The configs of the quantise kernels: the attribute of one call, and the list of all.
 
 The order of names is that of the numbers in ffi/quantize_config.h.
 """
@@ -28,7 +28,7 @@ def attributes(
     is_ragged: bool = False,
     source: str = "plain",
 ) -> dict[str, np.int32]:
-    """The attribute `config` of a call with operands of `dtype`."""
+    """Returns the attribute `config` of a call with operands of `dtype`."""
     return dict(
         mode=np.int32(MODES.index(mode)),
         input=np.int32(INPUTS.index(jnp.dtype(dtype).name)),
@@ -40,7 +40,7 @@ def attributes(
 
 
 def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int32]]:
-    """One config for each kernel of a format."""
+    """Yields one config for each kernel of a format."""
     floats = INPUTS[:3]
     plain = [("plain", mode, False, floats) for mode in MODES]
     ragged = [("plain", mode, True, floats) for mode in _RAGGED_MODES]
@@ -49,7 +49,7 @@ def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int
         for source, mode in itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES))
     ]
     gather = [
-        # Rows of FP8 values are copied with their scales.
+        # FP8 inputs have columns only: rows of FP8 values are copied with their scales.
         (source, mode, mode != "row", INPUTS if mode == "column" else floats)
         for source, mode in itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES))
     ]

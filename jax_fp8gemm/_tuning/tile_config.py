@@ -15,15 +15,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """One way to run the kernel of ffi/cuda/gemm.cuh.
+    """One way to run the GEMM kernel.
 
-    block_m, block_n: output tile of one CTA; below 64 rows only the loads are shorter.
-    sub_n: n of one wgmma; divides block_n.
-    num_consumers: warpgroups that multiply, each with its share of the rows.
-    num_accums: wgmma accumulators in rotation; one less is queued ahead.
-    num_stages: depth of the ring of operands in shared memory.
-    num_slabs: 8 KiB staging slabs of each consumer for stores by TMA; 0 stores from registers.
-    cluster_m, cluster_n: CTAs that share an rhs, or an lhs, tile by multicast.
+    Attributes:
+      block_m, block_n: output tile of one CTA. Below 64 rows only the loads are shorter.
+      sub_n: n of one wgmma; divides block_n.
+      num_consumers: warpgroups that multiply, each its share of the rows.
+      num_accums: wgmma accumulators in rotation; one batch less is queued ahead.
+      num_stages: depth of the ring of operands in shared memory, in k-blocks.
+      num_slabs: 8 KiB slabs in which each consumer stages results for TMA; 0: it stores from
+        registers.
+      cluster_m, cluster_n: CTAs that share a tile of rhs, or of lhs, by multicast.
     """
 
     block_m: int
@@ -47,7 +49,7 @@ class TileConfig:
         num_sms: int,
         grouping: int = 0,
     ) -> dict[str, np.int32]:
-        """Members of the FFI call's `config` attribute."""
+        """Returns the members of the attribute `config` of an FFI call."""
         how = dict(
             is_1d1d=is_1d1d,
             out_f32=out_f32,
@@ -61,12 +63,13 @@ class TileConfig:
 
 
 def formats(lhs: Any, rhs: Any) -> dict[str, bool]:
-    """The formats of FP8 operands, as TileConfig.attributes takes them."""
+    """Returns the formats of FP8 operands, as TileConfig.attributes takes them."""
     is_e5m2 = lambda x: x.dtype == ml_dtypes.float8_e5m2
     return dict(lhs_e5m2=is_e5m2(lhs), rhs_e5m2=is_e5m2(rhs))
 
 
-# Tiles for few rows stream rhs: many stages, several batches queued, columns to fill the card.
+# Tiles for few rows stream rhs: they have many stages, several batches in the queue, and few
+# columns, so that there are tiles for all SMs.
 CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(16, 16, 16, 1, 4, 24, 0),
     TileConfig(16, 32, 32, 1, 4, 24, 0),
@@ -84,14 +87,14 @@ CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(128, 256, 128, 2, 1, 3, 4),
     TileConfig(192, 128, 128, 3, 1, 4, 2),
 )
-# Slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them: tests and bench
-# run them.
+# These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them. Tests
+# and bench run them.
 CLUSTER_CONFIGS = (
     TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
     TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
 )
-# A consumer of 128 rows reads the scales of its columns once for both halves. With two accumulators
-# there are registers for 96 columns.
+# A consumer of 128 rows reads the scales of its columns once for both halves. Two accumulators
+# leave registers for 96 columns.
 _TALL_1D1D = TileConfig(256, 96, 96, 2, 2, 4, 2)
 
 # The attribute `grouping`: what the groups of a product cut.
@@ -118,9 +121,10 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
 def configs(
     grouping: int = 0, *, is_1d1d: bool, with_clusters: bool = False
 ) -> tuple[TileConfig, ...]:
-    """The configs that a product may get. grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION.
+    """Returns the configs that a product may get.
 
-    with_clusters: of a product that is not grouped, CLUSTER_CONFIGS too, which none gets.
+    grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION. with_clusters: for a product that is not
+    grouped, CLUSTER_CONFIGS too, which no product gets.
     """
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
     tall = (_TALL_1D1D,) if is_1d1d else ()
