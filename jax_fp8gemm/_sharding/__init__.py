@@ -1,1 +1,1 @@
-"""How mesh axes cut operands: knows meshes, and nothing of FP8."""
+"""How mesh axes cut the operands of an op. This folder knows meshes, and nothing of FP8."""

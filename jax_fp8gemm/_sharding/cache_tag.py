@@ -1,10 +1,10 @@
-"""tag: what a partitioned op compiles to, written into the program that calls it.
+"""tag: writes into a program what a partitioned op in it compiles to.
 
-JAX's compilation cache finds a program by its text. In it an op that XLA partitions is a call back
-into Python, known by the address of the callback alone: neither the parameters of the op nor the
-code that partitions it and runs on the shards are there. With the address left out
-(jax_remove_custom_partitioning_ptr_from_cache_key), or reused, the cache would return the program
-of another op on arrays of the same types. So the call bears a digest of them, which XLA ignores.
+JAX's compilation cache finds a program by its text. In that text an op that XLA partitions is a
+callback into Python, known by the address of the callback alone. The text tells neither the
+parameters of the op nor the code that partitions it and runs on the shards. If the address is left
+out (jax_remove_custom_partitioning_ptr_from_cache_key), or reused, the cache returns the program of
+another op on arrays of the same types. So the call carries a digest of both. XLA ignores it.
 """
 
 import functools
@@ -20,7 +20,7 @@ ATTRIBUTE = "jax_fp8gemm_digest"
 
 
 def tag(results: Sequence[jax.Array], *what: Any) -> Sequence[jax.Array]:
-    """`results` of an op, made by an instruction that bears a digest of `what`."""
+    """Returns `results` of an op, made by an instruction that carries a digest of `what`."""
     text = repr(what)
     assert " at 0x" not in text, f"another in each process: {text}"
     digest = hashlib.sha256(_sources_digest() + text.encode()).hexdigest()

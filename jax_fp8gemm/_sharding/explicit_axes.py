@@ -1,12 +1,12 @@
-"""Explicit mesh axes: what an op makes of the shardings in the types of its operands.
+"""Explicit mesh axes: what an op does with the shardings in the types of its operands.
 
-The compiler chooses how an op runs on a mesh whose axes are Auto. Over Explicit axes each array has
-its sharding in its type. So a primitive leaves the choice to the compiler by `with_auto_axes`, and
-its results get the shardings that `result_specs` tells or that the caller asks for.
+Over Auto axes the compiler chooses how an op runs. Over Explicit axes each array has its sharding
+in its type. A primitive leaves the choice to the compiler all the same, by `with_auto_axes`. Its
+results then get the shardings that `result_specs` derives, or those that the caller wants.
 
-NOTE: no custom_vjp may run inside `with_auto_axes`. What it keeps for its backward pass would have
-a type on the Auto mesh. JAX refuses such residuals where they leave a jit for an eager backward
-pass, and where vmap moves a dimension of what a scan has kept.
+NOTE: no custom_vjp may run inside `with_auto_axes`. Its residuals would have a type on the Auto
+mesh. JAX refuses such residuals where they leave a jit for an eager backward pass, and where vmap
+moves a dimension of what a scan has kept.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jax_fp8gemm._sharding.rule import (
 def result_specs(
     rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
 ) -> list[PartitionSpec]:
-    """How the results are cut by Explicit mesh axes, given the types of the operands.
+    """Returns how Explicit mesh axes cut the results, given the types of the operands.
 
-    Of the results too, where they have dimensions of their own.
+    results: their types. They are needed where results have dimensions that no operand has.
     """
     mesh = explicit_mesh(operands)
     specs = [padded_spec(jax.typeof(x)) for x in operands]
@@ -46,9 +46,9 @@ def result_specs(
 def with_auto_axes(
     function: Callable[..., Any], operands: Sequence[Any], out_specs: Callable[[], Any]
 ) -> Any:
-    """function(*operands) with the sharding over Explicit mesh axes left to the compiler.
+    """Runs function(*operands), and leaves the sharding over Explicit mesh axes to the compiler.
 
-    out_specs() says how such axes cut the results. It is called only where there are any.
+    out_specs() says how such axes cut the results. It is called only if there are such axes.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
@@ -58,14 +58,14 @@ def with_auto_axes(
 
 
 def explicit_mesh(operands: Sequence[Any]) -> Any:
-    """The mesh with Explicit axes that operands or the caller are on, if there is one."""
+    """Returns the mesh with Explicit axes of the operands or of the caller, or None."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
-    """`x`, cut as `spec` says over the Explicit mesh axes of its type; None: as it is."""
+    """Reshards `x` to `spec` over the Explicit mesh axes of its type; None keeps it as it is."""
     if spec is None:
         return x
     is_sum = spec.unreduced or spec.reduced
@@ -75,9 +75,9 @@ def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """`x` in another shape, also where Explicit mesh axes cut it.
+    """Reshapes `x`, also where Explicit mesh axes cut it.
 
-    The result is cut as `reshaped_spec` says. It is gathered over the other axes.
+    The result is cut as `reshaped_spec` says, and gathered over the other axes.
     """
     mesh = jax.typeof(x).sharding.mesh
     if tuple(shape) == x.shape or not mesh.explicit_axes:
@@ -89,10 +89,11 @@ def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 def reshaped_spec(
     shape: Sequence[int], spec: PartitionSpec, new_shape: Sequence[int], mesh_shape: Any
 ) -> PartitionSpec:
-    """How an array of `shape`, cut as `spec`, stays cut in `new_shape` where no element moves.
+    """Returns how an array of `shape`, cut as `spec`, stays cut in `new_shape` if no element moves.
 
-    Dimensions that become one keep the axes of the first, and of the next where the first is cut
-    into single elements. A dimension that becomes several hands its axes to them in that order.
+    If dimensions become one, it keeps the axes of the first of them. It keeps those of the next one
+    too if the first is cut into single elements. If a dimension becomes several, they get its axes
+    in their order.
     """
     entries = padded(spec, len(shape))
     new_entries: list[tuple[str, ...]] = [()] * len(new_shape)
@@ -117,7 +118,10 @@ def reshaped_spec(
 
 
 def _matching_dims(shape: Sequence[int], new_shape: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Neighbouring dimensions of both shapes with as many elements, as few as possible."""
+    """Yields runs of neighbouring dimensions of both shapes that have equally many elements.
+
+    Each run is as short as possible.
+    """
     i = j = 0
     while i < len(shape) or j < len(new_shape):
         first, new_first, size, new_size = i, j, 1, 1

@@ -1,4 +1,4 @@
-"""What Explicit and manual mesh axes ask of the operands of an op."""
+"""Gives operands of an op the types that Explicit and manual mesh axes require."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec
 
 
 def settle(op: str, x: jax.Array) -> jax.Array:
-    """`x` with a type that is neither reduced nor unreduced over Explicit mesh axes.
+    """Returns `x` with a type that is neither reduced nor unreduced over Explicit mesh axes.
 
     A reduced array is replicated, and its cotangent is unreduced: each device holds a part of a
-    sum. NOTE: `with_auto_axes` must not see such a type. For JAX a complete sum on the Auto mesh is
-    then the part of each device, and the cotangent comes out times the number of devices.
+    sum. NOTE: `with_auto_axes` must not see such a type. JAX would take a complete sum on the Auto
+    mesh for the part of each device, and multiply the cotangent by the number of devices.
     """
     sharding = jax.typeof(x).sharding
     spec = sharding.spec
@@ -28,7 +28,7 @@ def settle(op: str, x: jax.Array) -> jax.Array:
 
 
 def replicate(op: str, x: jax.Array, from_dim: int = 0) -> jax.Array:
-    """`x`, settled, with no dimension from this one on sharded over an Explicit mesh axis."""
+    """Settles `x` and gathers its dimensions from this one on over Explicit mesh axes."""
     x = settle(op, x)
     sharding = jax.typeof(x).sharding
     spec = sharding.spec
@@ -41,15 +41,15 @@ def replicate(op: str, x: jax.Array, from_dim: int = 0) -> jax.Array:
 def match_varying(*operands: Any) -> tuple[Any, ...]:
     """Gives the arrays of all operands, pytrees, the union of their varying manual axes.
 
-    For shard_map with check_vma. Done before a custom_vjp, JAX then sums the cotangent of an
-    operand that did not vary.
+    shard_map with check_vma needs it. If it is done before a custom_vjp, JAX sums the cotangent of
+    an operand that did not vary.
     """
     varying = lambda x: jax.typeof(x).manual_axis_type.varying
     union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
 
     def cast(x):
         reduced = union & jax.typeof(x).manual_axis_type.reduced
-        # One cast for each kind of type: of a reduced operand the cotangent is not summed.
+        # One cast for each kind of type: the cotangent of a reduced operand is not summed.
         for axes in (reduced, union - varying(x) - reduced):
             x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
         return x
@@ -58,5 +58,5 @@ def match_varying(*operands: Any) -> tuple[Any, ...]:
 
 
 def constant_like(x: jax.Array, constant: jax.Array) -> jax.Array:
-    """`constant`, varying over the manual axes that `x` varies over: the start of a scan."""
+    """Makes `constant` vary over the manual axes that `x` varies over, as a scan's start must."""
     return match_varying(constant, x)[0]

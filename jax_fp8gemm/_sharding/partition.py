@@ -1,10 +1,9 @@
 """Partitioning: an op under jit on arrays that the compiler shards, cut at whole scale blocks.
 
 XLA proposes a sharding of each array, `choose_axes` keeps what is legal (_sharding/rule.py), and
-XLA moves the arrays to match. Each device then runs the op on its shards. Where a contracting
-dimension is cut the results are partial sums, in f32 or the recipe's reduce_dtype, which are summed
-over the mesh: an all-reduce, or a reduce-scatter where the result shall be sharded over the same
-axes.
+XLA moves the arrays to match. Each device then runs the op on its shards. If a contracting
+dimension is cut, the results are partial sums, in f32 or the recipe's reduce_dtype. They are summed
+over the mesh by an all-reduce, or by a reduce-scatter if the same axes cut the result.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _source_lines = jax_drift.optional("jax._src.config.traceback_in_locations_limit
 
 @dataclass(frozen=True)
 class Shards:
-    """How an op is cut: what a device asks that runs it on its shards."""
+    """How an op is cut: what a device needs to know to run the op on its shards."""
 
     rule: PartitionRule
     mesh_shape: Any
@@ -51,11 +50,11 @@ class Shards:
     scattered: Axes  # how the sum over the mesh cuts the first result
 
     def count(self, name: str) -> int:
-        """Into how many shards a dimension is cut."""
+        """Returns the number of shards of a dimension."""
         return math.prod(self.mesh_shape[axis] for axis in self.axes[name])
 
     def index(self, name: str) -> Any:
-        """Which of them this device has."""
+        """Returns which shard of a dimension this device has."""
         return lax.axis_index(self.axes[name]) if self.axes[name] else 0
 
     @property
@@ -64,7 +63,7 @@ class Shards:
         return bool(summed_axes(self.rule, self.axes))
 
     def reduce(self, x: jax.Array) -> jax.Array:
-        """The sum over the mesh of partial sums of the first result."""
+        """Adds up partial sums of the first result over the mesh."""
         dims = self.rule.results[0].split()
         rest = list(summed_axes(self.rule, self.axes))
         for name, axes in self.scattered.items():
@@ -74,9 +73,10 @@ class Shards:
         return lax.psum(x, tuple(rest)) if rest else x
 
     def move(self, x: jax.Array, source: str, target: int, axes: tuple[str, ...]) -> jax.Array:
-        """`x`, cut along its dimension 0 as `source`, cut along `target` by `axes` instead.
+        """Moves the cut of `x` from its dimension 0, cut as `source`, to its dimension `target`.
 
-        `axes` are the first of those of `source`.
+        axes: those that cut `target` then, the first ones of `source`'s. `x` is gathered over the
+          others.
         """
         gathered = self.axes[source][len(axes) :]
         if gathered:
@@ -91,12 +91,12 @@ def partitioned(
     rule: PartitionRule,
     run_shard: Callable[..., Arrays] | None = None,
 ) -> Callable[..., Arrays]:
-    """`run` on arrays that the compiler may shard; on one device it is `run` itself.
+    """Returns `run` for arrays that the compiler may shard; on one device it is `run` itself.
 
     Args:
       run: (*operands) -> results, on one device.
       rule: of operands and results.
-      run_shard: (*operands, shards) -> results, on the Shards of a device, where that is not `run`.
+      run_shard: (*operands, shards) -> results, on the Shards of a device; None: `run`.
     """
     num_operands = len(rule.operands)
 
@@ -141,21 +141,22 @@ def partitioned(
 def _leave_out_source_lines() -> None:
     """Keeps the lines of Python out of the program of a shard, with JAX before 0.11.
 
-    NOTE: XLA takes that program's numbers of stack frames for those of the program around it, and
-    there may follow them in a circle, for ever, where it inlines a loop. It partitions in threads
-    of its own, so the setting is nobody else's.
+    NOTE: XLA takes the numbers of stack frames in that program for those of the program around it.
+    Where it inlines a loop, it may then follow them in a circle, for ever. XLA partitions in
+    threads of its own, so the setting affects nothing else.
     """
     if _source_lines is not None and jax.__version_info__ < (0, 11):
         _source_lines.set_local(0)
 
 
 def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:
-    """The rule for Shardy, in which a dimension that no axis may cut has a name for each array.
+    """Returns the rule for Shardy. A dimension that no axis may cut has another name in each array.
 
-    A dimension that follows others is tied to each of them by one more copy of the operand, which
-    is not read: a rule has one name for a dimension.
+    A rule has one name for a dimension. So a dimension that follows others is tied to each of them
+    by one more copy of the operand, which is not read.
 
-    NOTE: as a need_replication factor its sharding would still be propagated, and then undone.
+    NOTE: if an uncut dimension were a need_replication factor instead, Shardy would propagate its
+    sharding and then undo it.
     """
     extents = extents_of(rule, operand_types[: len(rule.operands)], result_types)
     sizes = [size for size in mesh.shape.values() if size > 1]

@@ -1,7 +1,8 @@
 """Partition rules: which dimensions of an op may be cut, and which mesh axes cut them.
 
-An op names the dimensions of its operands and results; those of one name are cut together, so a
-scale follows its values. XLA proposes a sharding of each array. `choose_axes` keeps what is legal:
+An op names the dimensions of its operands and results. Dimensions of one name are cut together, so
+a scale follows its values. XLA proposes a sharding of each array; `choose_axes` keeps what is
+legal:
 
     a dimension with scale blocks is cut at multiples of 128 only, any other evenly
     a mesh axis cuts one dimension
@@ -24,12 +25,13 @@ class PartitionRule:
     """Which dimensions of an op are cut together, and where.
 
     Attributes:
-      operands, results: the dimensions of each array by name, "m k". A scale has its values' names.
+      operands, results: the names of the dimensions of each array, as in "m k". A scale has the
+        names of its values.
       blocks: the scale block, in elements, of each dimension that has one.
       contracting: the dimensions that are summed over.
       uncut: the dimensions that are never cut.
-      following: dimensions of results only, each with the dimensions of the first operand whose
-        axes cut it, major first: the op moves what it reads.
+      following: dimensions that only results have, each with dimensions of the first operand. The
+        axes of the latter cut it, major first, and the op moves the operand accordingly.
     """
 
     operands: tuple[str, ...]
@@ -47,11 +49,11 @@ def choose_axes(
     operand_specs: Sequence[Sequence[tuple[str, ...]]],
     result_specs: Sequence[Sequence[tuple[str, ...]]],
 ) -> Axes:
-    """The mesh axes that cut each dimension, out of those that the shardings name.
+    """Returns the mesh axes that cut each dimension, out of those that the shardings name.
 
-    A contracting dimension first where lhs and rhs agree on it: they then stay where they are.
-    After that a product is cut as its result shall be, so that weights sharded over the axis of
-    the rows are gathered; anything else is cut where its operand lives.
+    A contracting dimension comes first if lhs and rhs agree on it: both then stay where they are.
+    After that a product is cut as XLA wants its result, so that weights sharded over the axis of
+    the rows are gathered. Any other op is cut as its operands are.
     """
     axes: Axes = dict.fromkeys(extents, ())
 
@@ -79,7 +81,7 @@ def choose_axes(
 
 
 def _legal(rule: PartitionRule, name: str, extent: int, mesh_shape, wanted, is_free) -> Any:
-    """The wanted axes up to the first that is not free or would cut where the rule forbids it."""
+    """Returns the wanted axes before the first that is not free, or that may not cut there."""
     unit = block_of(rule, name)
     kept = []
     for axis in wanted if name not in rule.uncut else ():
@@ -91,12 +93,15 @@ def _legal(rule: PartitionRule, name: str, extent: int, mesh_shape, wanted, is_f
 
 
 def summed_axes(rule: PartitionRule, axes: Axes) -> tuple[str, ...]:
-    """The mesh axes that cut a contracting dimension."""
+    """Returns the mesh axes that cut a contracting dimension."""
     return tuple(axis for name in rule.contracting for axis in axes[name])
 
 
 def choose_scattered(rule: PartitionRule, extents, mesh_shape, axes: Axes, result_specs) -> Axes:
-    """Which of the axes summed over shall cut which dimension of the result instead."""
+    """Returns, by dimension of the result, the summed axes that a reduce-scatter cuts it by.
+
+    The sum over any other summed axis is an all-reduce.
+    """
     remaining = set(summed_axes(rule, axes))
     scattered: Axes = {}
     for name, wanted in _proposals(rule.results, result_specs):
@@ -109,7 +114,7 @@ def choose_scattered(rule: PartitionRule, extents, mesh_shape, axes: Axes, resul
 
 
 def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
-    """(dimension, axes) of every dimension of every array."""
+    """Returns (dimension, axes) of every dimension of every array."""
     return [
         pair
         for names, spec in zip(dims, specs, strict=False)
@@ -120,7 +125,7 @@ def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
 def extents_of(
     rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
 ) -> dict[str, int]:
-    """Elements of each dimension: of the values, where a scale has the dimension too."""
+    """Returns the elements of each dimension; those of the values where a scale has it too."""
     extents: dict[str, int] = {}
     for dims, x in zip((*rule.operands, *rule.results), (*operands, *results), strict=False):
         for name, extent in zip(dims.split(), x.shape, strict=True):
@@ -129,25 +134,26 @@ def extents_of(
 
 
 def block_of(rule: PartitionRule, name: str) -> int:
-    """What the elements on each device must be a multiple of."""
+    """Returns the number that must divide the elements of a dimension on each device."""
     return rule.blocks.get(name, 1)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
+    """Returns the mesh axes that an entry of a PartitionSpec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def padded_spec(x: Any) -> list[tuple[str, ...]]:
-    """The mesh axes of each dimension."""
+    """Returns the mesh axes that cut each dimension of `x`."""
     return padded(x.sharding.spec, len(x.shape))
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that `spec` gives each of `ndim` dimensions."""
+    """Returns the mesh axes that `spec` gives each of `ndim` dimensions."""
     entries = [axes_of(entry) for entry in spec.partitions]
     return entries + [()] * (ndim - len(entries))
 
 
 def spec_of_axes(dims: str, axes: Axes) -> PartitionSpec:
+    """Returns the PartitionSpec of an array with these dimensions."""
     return PartitionSpec(*(axes[name] or None for name in dims.split()))
