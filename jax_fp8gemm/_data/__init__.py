@@ -1,1 +1,1 @@
-"""What operands are: argument checks, recipes, ScaledArray, groups of rows, rounding to FP8."""
+"""What operands are: formats, argument checks, recipes, ScaledArray, groups of rows, rounding."""

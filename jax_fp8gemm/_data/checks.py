@@ -24,12 +24,12 @@ from jax_fp8gemm._data.formats import (
     scale_shape,
 )
 
-# ValueError for a wrong shape; an op that replaces one of JAX raises what that one does.
+# A wrong shape is a ValueError. An op that replaces one of JAX raises what that one raises.
 Error = type[ValueError] | type[TypeError]
 
 
 def short_dtype(dtype: Any) -> str:
-    """`f8e4m3fn`, `bf16`, `f32`, `s32`: the names XLA prints."""
+    """Returns the name that XLA prints: `f8e4m3fn`, `bf16`, `f32`, `s32`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return str(dtype)  # key<fry>
     if not jnp.dtype(dtype).isnative:
@@ -42,12 +42,12 @@ def short_dtype(dtype: Any) -> str:
 
 
 def is_extended(x: Any) -> bool:
-    """Whether `x` holds no numbers, but keys of jax.random, say."""
+    """Returns whether `x` holds something other than numbers, such as keys of jax.random."""
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def short_type(x: Any) -> str:
-    """`f8e4m3fn[4096,7168]`; the Python type of what is no array."""
+    """Returns the type of an array, as in `f8e4m3fn[4096,7168]`; of others the Python type."""
     shape = getattr(x, "shape", None)  # numpy.shape is a function
     if not (isinstance(shape, tuple) and hasattr(x, "dtype")):
         return type(x).__name__
@@ -55,7 +55,7 @@ def short_type(x: Any) -> str:
 
 
 def short_repr(x: Any) -> str:
-    """What repr says of a wrong argument, where that is a short line; else its type."""
+    """Returns the repr of a wrong argument if that is a short line, or else its type."""
     if isinstance(x, jax.Array | np.ndarray):
         return short_type(x)
     try:
@@ -71,14 +71,14 @@ def _short_dtypes(dtypes: Sequence[Any]) -> str:
 
 
 def _then(hint: str) -> str:
-    """What to do, as the sentence behind a message; nothing where there is no hint."""
+    """Returns the hint as a sentence behind a message, or nothing if there is no hint."""
     return f". {hint}" if hint else ""
 
 
 def as_array(x: Any) -> Any:
-    """The array that `x` stands for: a flax.nnx.Param's value, a NumPy scalar; else `x` itself.
+    """Returns the array that `x` stands for, such as the value of a flax.nnx.Param, or `x` itself.
 
-    Without x64, f64 of NumPy is f32, as in jax.numpy.
+    NumPy scalars become arrays. Without x64, f64 of NumPy is f32, as in jax.numpy.
     """
     if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
         x = x.__jax_array__()
@@ -90,7 +90,7 @@ def as_array(x: Any) -> Any:
 
 
 def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Returns the operands of a product; integers beside floats are cast to the floats' dtype."""
+    """Returns the operands of a product, with integers beside floats cast to the floats' dtype."""
     if not all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs)):
         return lhs, rhs
 
@@ -104,7 +104,7 @@ def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 
 def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
-    """TypeError unless `x` is an array: JAX's, a tracer or NumPy's. ValueError in host memory."""
+    """Raises TypeError unless `x` is an array, and ValueError if it is in host memory."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}{_then(hint)}")
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
@@ -115,8 +115,8 @@ def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
 
 
 def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
-    """TypeError unless the dtype of `x` is one of `dtypes`."""
-    if not any(x.dtype == dtype for dtype in dtypes):  # of keys, np.dtype() knows nothing
+    """Raises TypeError unless the dtype of `x` is one of `dtypes`."""
+    if not any(x.dtype == dtype for dtype in dtypes):  # np.dtype() does not know the dtype of keys
         if x.dtype == np.float64 and FLOAT_DTYPES[-1] in dtypes:
             hint = "jax_enable_x64 keeps f64 as it is: cast it with astype(jnp.float32)."
         expected = _short_dtypes(dtypes)
@@ -125,7 +125,7 @@ def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str 
 
 
 def check_integers(op: str, name: str, x: Any) -> None:
-    """TypeError unless `x` has an integer dtype."""
+    """Raises TypeError unless `x` has an integer dtype."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be integers; got {name} {short_type(x)}")
 
@@ -140,13 +140,13 @@ def check_ndim(
 
 
 def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
-    """ValueError unless `x` has at least `ndim` dimensions, named by `layout`."""
+    """Raises ValueError unless `x` has at least `ndim` dimensions, named by `layout`."""
     if x.ndim < ndim:
         raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}")
 
 
 def check_count(op: str, what: str, count: int, got: Any) -> None:
-    """ValueError unless int32 can number `count` things: rows, say."""
+    """Raises ValueError unless int32 can number `count` things, such as rows."""
     if count >= 2**31:
         got = got if isinstance(got, str) else short_type(got)
         raise ValueError(f"{op}: {what} must be below 2^31; got {count}, {got}")
@@ -164,7 +164,7 @@ def check_same_k(
 
 
 def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np.dtype:
-    """The requested result dtype; TypeError unless it is one of `dtypes`."""
+    """Returns the requested dtype of the result. Raises TypeError unless it is one of `dtypes`."""
     got = short_repr(dtype)
     if dtype is not None and not isinstance(dtype, jax.Array | np.ndarray):
         try:
@@ -172,7 +172,7 @@ def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np
             found = jnp.dtype(dtype)
             if found == np.float64:
                 found = jax.dtypes.canonicalize_dtype(found)
-        except Exception:  # NumPy asks whatever `dtype` has, and parses text
+        except Exception:  # NumPy calls methods of `dtype`, and parses text
             found = None
         if found is not None and found in dtypes:
             return found
@@ -180,7 +180,7 @@ def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np
 
 
 def check_static(op: str, **values: Any) -> None:
-    """TypeError where an argument that the program depends on is traced."""
+    """Raises TypeError if an argument that the program depends on is traced."""
     for name, value in values.items():
         for leaf in jax.tree.leaves(value):
             if isinstance(leaf, Tracer):
@@ -191,7 +191,7 @@ def check_static(op: str, **values: Any) -> None:
 
 
 def check_bool(op: str, **values: Any) -> None:
-    """TypeError unless each of `values` is True or False."""
+    """Raises TypeError unless each of `values` is True or False."""
     check_static(op, **values)
     for name, value in values.items():
         if not isinstance(value, bool | np.bool_):
@@ -199,7 +199,7 @@ def check_bool(op: str, **values: Any) -> None:
 
 
 def as_index(x: Any) -> int | None:
-    """`x` as an int; None where it is none."""
+    """Returns `x` as an int, or None if it is no integer."""
     try:
         return operator.index(x)
     except TypeError:
@@ -207,14 +207,14 @@ def as_index(x: Any) -> int | None:
 
 
 def check_block(op: str, block: Any, *, name: str = "block") -> None:
-    """ValueError unless `block` is one of the two supported scale blocks."""
+    """Raises ValueError unless `block` is one of the two supported scale blocks."""
     if not isinstance(block, tuple) or block not in BLOCKS:
         raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {short_repr(block)}")
 
 
 def check_implementation(op: str, implementation: Any) -> None:
-    """ValueError unless `implementation` names one."""
-    # By type too: an array would compare element by element.
+    """Raises ValueError unless `implementation` names an implementation."""
+    # The type is checked first, because an array would compare element by element.
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation must be None, 'cuda' or 'xla'; got {short_repr(implementation)}"
@@ -222,7 +222,7 @@ def check_implementation(op: str, implementation: Any) -> None:
 
 
 def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, int]) -> None:
-    """Checks values (..., r, c) FP8 and scale f32, one a `block`, against each other."""
+    """Checks FP8 values (..., r, c) against f32 scales, one for each `block`."""
     check_block(op, block, name=f"{name}.block")
     check_dtype(op, name, values, FP8_DTYPES)
     check_min_ndim(op, name, values, 2, "(..., r, c)")
@@ -243,7 +243,7 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
 def check_accumulator(
     op: str, accumulate_into: Any, shape: tuple[int, ...], out_dtype: Any
 ) -> None:
-    """ValueError unless `accumulate_into` is f32 of the result's shape, and the result f32."""
+    """Raises ValueError unless `accumulate_into` and the result are f32 and of the same shape."""
     expected = jax.ShapeDtypeStruct(shape, jnp.float32)
     if short_type(accumulate_into) != short_type(expected):
         raise ValueError(

@@ -16,10 +16,11 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 
 
 def naming_devices(op: Op) -> Op:
-    """`op`, with the operands and their devices in the error of operands on different ones.
+    """Wraps `op`: the error of operands on different devices then names operands and devices.
 
-    JAX's names the operands of a primitive. An op cannot check for itself without knowing whether
-    it is traced: in a program of jax.jit, arrays of other devices are constants.
+    JAX's error names the operands of a primitive. An op cannot check devices itself, because it
+    does not know whether it is traced: in a program of jax.jit, arrays of other devices are
+    constants.
     """
     names = tuple(inspect.signature(op).parameters)
 
@@ -38,7 +39,7 @@ def naming_devices(op: Op) -> Op:
 
 
 def _places(arguments: dict[str, Any]) -> Iterator[str]:
-    """Each operand, with its devices where it is no tracer and has to stay on them."""
+    """Yields each operand, with its devices if it is no tracer and has to stay on them."""
     for name, argument in arguments.items():
         for x in jax.tree.leaves(argument):
             if isinstance(x, jax.Array):

@@ -1,4 +1,4 @@
-"""Formats: the dtypes, the scale blocks and the implementations that an op can be given."""
+"""Formats: the dtypes, scale blocks and implementations that an op takes."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -1,12 +1,12 @@
 """Groups of rows: what group_sizes means, to the row, for every grouped op.
 
-Group i is the next group_sizes[i] rows after those of the groups before it, the first one after
-`first_row` rows. Bad sizes are harmless: a negative one counts as 0, and a group that would end
-past the last row ends there. All of it is computed on the device; the host never reads a size.
+Group i is the next group_sizes[i] rows after those of the groups before it. The first group starts
+after `first_row` rows. Bad sizes are harmless: a negative size counts as 0, and a group that would
+end past the last row ends there. All of it is computed on the device; the host never reads a size.
 
-A contraction over the rows of each group reads them from an array whose columns are tokens. There
-every group starts at a multiple of 128, so that no scale block spans two groups, and its last block
-is filled up with zeros.
+A contraction over the rows of each group reads them from ragged columns: an array whose columns are
+tokens. There every group starts at a multiple of 128, so that no scale block spans two groups, and
+zeros complete its last block.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def check_group_sizes(
     *,
     error: checks.Error = ValueError,
 ) -> None:
-    """Raises unless group_sizes is integers (g,), with g = num_groups where that is given.
+    """Raises unless group_sizes are integers (g,), with g = num_groups if that is given.
 
-    error: for a wrong shape.
+    error: the class of the error for a wrong shape.
     """
     checks.check_integers(op, "group_sizes", group_sizes)
     checks.check_ndim(op, "group_sizes", group_sizes, 1, "(g,)", error=error)
@@ -51,13 +51,13 @@ def check_group_sizes(
 
 
 def check_rows(op: str, x: Any, m: int, group_sizes: Any) -> None:
-    """ValueError unless int32 can number m rows of `x`, and the columns that hold them."""
+    """Raises ValueError unless int32 can number m rows of `x`, and their ragged columns."""
     got = f"{checks.short_type(x)}, group_sizes {checks.short_type(group_sizes)}"
     checks.check_count(op, "m + 127 g", m + (_BLOCK - 1) * group_sizes.shape[0], got)
 
 
 def as_int32(x: Any, lowest: int = 0) -> jax.Array:
-    """Integers, such as group_sizes, as int32 from `lowest` on, saturated rather than wrapped."""
+    """Returns integers, such as group_sizes, as int32 >= `lowest`, saturated instead of wrapped."""
     info = jnp.iinfo(x.dtype)
     bounds = max(int(info.min), lowest), min(int(info.max), _INT32_MAX)
     if isinstance(x, np.ndarray):  # int64 that jnp.asarray would wrap
@@ -66,7 +66,7 @@ def as_int32(x: Any, lowest: int = 0) -> jax.Array:
 
 
 def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """First row of each group and the row after its last, both int32 (g,) in 0..m."""
+    """Returns the first row of each group and the row after its last, both int32 (g,) in 0..m."""
     # NOTE: clamped to m at every step, in uint32: sums of sizes would overflow otherwise.
     limit = jnp.uint32(m)
     first = jnp.clip(first_row.reshape(()), 0, m).astype(jnp.uint32)
@@ -78,7 +78,7 @@ def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[ja
 
 
 def group_of_rows(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
-    """The group of each of m rows, int32 (m,); g for a row of no group."""
+    """Returns the group of each of m rows, int32 (m,); g for a row of no group."""
     (g,) = group_sizes.shape
     starts, ends = row_ranges(group_sizes, first_row, m)
     rows = jnp.arange(m, dtype=jnp.int32)
@@ -86,7 +86,7 @@ def group_of_rows(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.A
 
 
 def count_up_to(ends: jax.Array, x: jax.Array) -> jax.Array:
-    """How many of `ends` are at most each x, int32: searchsorted from the right.
+    """Returns how many of `ends` are at most each x, int32: searchsorted from the right.
 
     jnp.searchsorted fails in a shard_map over some of the mesh axes, with check_vma.
     """
@@ -94,18 +94,18 @@ def count_up_to(ends: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def ragged_extent(m: int, num_groups: int) -> int:
-    """Columns that hold m tokens in groups that each start at a multiple of 128, whatever sizes."""
+    """Returns the number of ragged columns that hold m tokens in groups of any sizes."""
     return (m + (_BLOCK - 1) * num_groups) // _BLOCK * _BLOCK
 
 
 def column_starts(starts: jax.Array, ends: jax.Array) -> jax.Array:
-    """First column of each group, int32 (g,): multiples of 128, given its row range."""
+    """Returns the first ragged column of each group, int32 (g,), given its row range."""
     blocks = (ends - starts + _BLOCK - 1) // _BLOCK
     return (jnp.cumsum(blocks) - blocks) * _BLOCK
 
 
 def rows_of_columns(group_sizes: jax.Array, first_row: jax.Array, m: int) -> jax.Array:
-    """The row whose values each column holds, int32 (ragged_extent,); m where it holds zeros."""
+    """Returns the row that each ragged column holds, int32 (ragged_extent,); m for zeros."""
     (g,) = group_sizes.shape
     starts, ends = row_ranges(group_sizes, first_row, m)
     offsets = column_starts(starts, ends)

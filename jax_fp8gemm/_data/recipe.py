@@ -14,7 +14,7 @@ REDUCE_DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How differentiable products quantise, grouped ones and those of moe too.
+    """How differentiable products quantise: matmul and its kin, grouped products, those of moe.
 
     Frozen and hashable, so it may be a static argument.
 
@@ -25,13 +25,14 @@ class Recipe:
       rhs_block: scale block of rhs; only (128, 128), whose transpose is exact, so fwd and dlhs use
         the same quantised weights.
       pow2_scale: round every scale up to a power of two.
-      wgrad: "fp8", the gradient of rhs from lhs and dout quantised along m; "bf16", from both in
-        bf16, with lhs itself, in its own dtype, as residual.
-      reduce_dtype: of the partial sums that devices add where a mesh cuts the contraction of a
-        quantised product: "f32", or "bf16", to which each device then rounds its own: half the
-        bytes. On one device it has no effect.
-      fp8_combine: in an expert-parallel layer, results and the gradient of x travel back as FP8
-        with 1x128 scales too; else in the dtype of x, as DeepSeek-V3's do (report, section 3.3.3).
+      wgrad: how the gradient of rhs is computed. "fp8": from lhs and dout quantised along m.
+        "bf16": from both in bf16; the residual is then lhs itself, in its own dtype.
+      reduce_dtype: dtype of the partial sums that devices add where a mesh cuts the contraction of
+        a quantised product. "f32", or "bf16": each device first rounds its own sum, and half the
+        bytes travel. On one device it has no effect.
+      fp8_combine: whether an expert-parallel layer sends results and the gradient of x back as FP8
+        with 1x128 scales. Otherwise they travel in the dtype of x, as in DeepSeek-V3 (report,
+        section 3.3.3).
     Raises:
       ValueError: a field outside the values above, or fp8_combine where nothing travels as FP8.
     """
@@ -58,7 +59,7 @@ class Recipe:
         }
         for name, values in allowed.items():
             value = getattr(self, name)
-            # By type too: an array would compare element by element, and has no hash.
+            # The type is compared too: an array would compare element by element, and has no hash.
             if not any(type(value) is type(known) and value == known for known in values):
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"Recipe: {name} must be {expected}; got {value!r}")
@@ -70,12 +71,15 @@ class Recipe:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether anything is quantised at all."""
+        """Returns whether anything is quantised at all."""
         return self.fwd is not None
 
     @property
     def is_fused(self) -> bool:
-        """Whether experts quantise activations as they compute them; tokens may travel so, too."""
+        """Returns whether experts quantise activations as they compute them.
+
+        Tokens of an expert-parallel layer then travel as FP8.
+        """
         return self.is_fp8 and self.wgrad == "fp8"
 
 
@@ -83,5 +87,5 @@ class Recipe:
 DEEPSEEK_V3 = Recipe()
 # e5m2 for cotangents: more range, one bit less of mantissa.
 HYBRID = Recipe(bwd="e5m2")
-# No FP8: lax.dot_general of the operands as they are. The baseline to compare with.
+# No FP8: lax.dot_general of the operands as they are. It is the baseline to compare with.
 BF16 = Recipe(fwd=None)

@@ -1,6 +1,7 @@
 """The numerics of quantisation in plain JAX.
 
-Per block, in f32, every step correctly rounded, so that CUDA, XLA and NumPy agree to the bit:
+Each block is quantised in f32. Every step is correctly rounded, so that CUDA, XLA and NumPy agree
+to the bit:
 
     amax  = max |x|, never below 2^-92   so scale and 1 / scale are normal numbers, and an x that
                                          flush-to-zero would change becomes zero either way
@@ -8,8 +9,8 @@ Per block, in f32, every step correctly rounded, so that CUDA, XLA and NumPy agr
     scale = 2 ^ ceil(log2 scale)         with pow2_scale
     value = round(x * (1 / scale))       to nearest even on the FP8 grid, saturating at FMAX
 
-A block with an Inf or a NaN becomes NaN: scale 0x7fc00000, values 0x7f. Ragged edges count as
-zeros and are not stored.
+A block with an Inf or a NaN becomes NaN: scale 0x7fc00000, values 0x7f. Zeros complete the blocks
+at ragged edges; they are not stored.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def quantize_blocks(x, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.A
 def block_types(
     m: int, k: int, block_m: int, e5m2: bool, batch: Sequence[int] = ()
 ) -> list[jax.ShapeDtypeStruct]:
-    """Types of what quantize_blocks returns for (m, k), with the dimensions of a batch in front."""
+    """Returns the types of quantize_blocks' results for (m, k), with batch dimensions in front."""
     scale_shape = formats.scale_shape((m, k), (block_m, _BLOCK))
     return [
         jax.ShapeDtypeStruct((*batch, m, k), fp8_dtype(e5m2)),
@@ -65,10 +66,10 @@ def block_types(
 
 
 def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:
-    """Scale and its reciprocal, both correctly rounded, from the bits of amax.
+    """Returns the scale and its reciprocal, both correctly rounded, from the bits of amax.
 
-    NOTE: in integers, because XLA's f32 division is not IEEE on GPU (div.full, 2 ulp), and XLA
-    turns a division by a constant into a multiplication.
+    NOTE: it computes in integers, because XLA's f32 division is not IEEE on GPU (div.full, 2 ulp),
+    and XLA turns a division by a constant into a multiplication.
     """
     bits = jnp.maximum(amax_bits, _SMALLEST_AMAX_BITS)
     mantissa = (bits & _MANTISSA_MASK) | _IMPLICIT_BIT
@@ -93,11 +94,11 @@ def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.A
 
 
 def _reciprocal_bits(bits) -> jax.Array:
-    """Bits of 1 / x rounded to nearest, for the bits of a normal positive x with normal 1 / x.
+    """Returns the bits of 1 / x rounded to nearest, for a normal positive x with normal 1 / x.
 
     With x = mantissa * 2^e the wanted 24-bit integer is 2^47 / mantissa, rounded. A float division
-    that is 3 ulp off at worst gives a guess; the remainder of the guess, exact modulo 2^32, says
-    by how much to move it. No ties: 2^48 = mantissa * odd only where mantissa is a power of two.
+    that is 3 ulp off at worst gives a guess. The remainder of the guess, exact modulo 2^32, says by
+    how much to move it. No ties: 2^48 = mantissa * odd only where mantissa is a power of two.
     """
     mantissa = (bits & _MANTISSA_MASK) | _IMPLICIT_BIT
     base = (np.uint32(253) - (bits >> 23)) << 23
@@ -115,8 +116,8 @@ def _reciprocal_bits(bits) -> jax.Array:
 def _round_to_fp8(x, e5m2: bool) -> jax.Array:
     """Rounds f32 to FP8, to nearest even, saturating; NaN becomes some NaN.
 
-    NOTE: not by astype alone: XLA may round f32 to FP8 twice, through f16. After the rounding to
-    the grid in f32 below, astype is exact.
+    NOTE: astype alone will not do: XLA may round f32 to FP8 twice, through f16. After the rounding
+    to the grid in f32 below, astype is exact.
     """
     info = jnp.finfo(fp8_dtype(e5m2))
     x = jnp.clip(x, -float(info.max), float(info.max))

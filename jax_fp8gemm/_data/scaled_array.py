@@ -1,4 +1,4 @@
-"""ScaledArray: FP8 values with one f32 scale a block."""
+"""ScaledArray: FP8 values with one f32 scale for each block."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 class ScaledArray:
     """A quantised array: real = value * scale of the value's block.
 
-    Invariants, for values (..., r, c), checked where an op takes it (a pytree may hold anything
-    in the place of its leaves, so the constructor checks nothing):
+    These invariants hold for values (..., r, c). An op checks them when it takes a ScaledArray. The
+    constructor checks nothing, because a pytree may hold anything in the place of its leaves.
       block (1, 128): scale is (..., r, ceil(c / 128)): 128 neighbours of a row share a scale.
       block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
-    Scales are finite and positive, or NaN with every value of the block NaN, where the block held
-    an Inf or a NaN. A pytree of values, scale and transposed: jit, vmap (over leading dimensions),
-    scan, shardings and jax.export take it as any other.
+    Scales are finite and positive. Where a block held an Inf or a NaN, its scale and all its values
+    are NaN. A ScaledArray is a pytree of values, scale and transposed: jit, vmap (over leading
+    dimensions), scan, shardings and jax.export take it like any other.
 
     Attributes:
       values: (..., r, c), float8_e4m3fn or float8_e5m2.
       scale: float32, the dequantisation factor.
-      transposed: values with its last two dimensions swapped, stored as (..., c, r), or None. Only
-        for block (128, 128): it has the same scale, transposed.
+      transposed: the values with their last two dimensions swapped, stored as (..., c, r), or None.
+        Only block (128, 128) has it: its scale is then the same, transposed.
       block: (1, 128) or (128, 128); static.
     """
 
@@ -52,24 +52,24 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
+        """Returns the shape of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """FP8 dtype of the values."""
+        """Returns the FP8 dtype of the values."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the values."""
+        """Returns the number of dimensions of the values."""
         return self.values.ndim
 
     @property
     def T(self) -> ScaledArray:
-        """The exact transpose of the last two dimensions; block (128, 128) only.
+        """Returns the exact transpose of the last two dimensions, for block (128, 128) only.
 
-        Free where `transposed` is stored: the two then change places.
+        It costs nothing if `transposed` is stored: the two then change places.
         """
         for name, x in (("values", self.values), ("scale", self.scale)):
             if not isinstance(x, jax.Array | np.ndarray) or checks.is_extended(x):
@@ -86,7 +86,7 @@ class ScaledArray:
         return ScaledArray(self.transposed, self.scale.mT, self.values, self.block)
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
-        """value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
+        """Returns value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
         return dequantize(self, dtype)
 
     def __repr__(self) -> str:
@@ -95,11 +95,11 @@ class ScaledArray:
         return f"ScaledArray({parts}, block={self.block}{transposed})"
 
 
-# NOTE: JAX refuses a name twice. A process that imports the package anew, because an import failed
-# half way or somebody emptied sys.modules, has another class ScaledArray: the new one takes over.
+# NOTE: JAX refuses to register a name twice. A process may import the package anew, because an
+# import failed half way or sys.modules was emptied. The new class ScaledArray then takes over.
 _registered = jax_drift.optional("jax._src.export._export.deserialization_registry", {})
 _registered.pop("jax_fp8gemm.ScaledArray", None)
-# What is static of it, (block,), as two bytes.
+# The static part, (block,), is stored as two bytes.
 jax.export.register_pytree_node_serialization(
     ScaledArray,
     serialized_name="jax_fp8gemm.ScaledArray",
@@ -135,7 +135,7 @@ def _dequantize(x: ScaledArray, dtype: Any) -> Float[Array, "*batch r c"]:
 
 
 def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
-    """The scale of every value."""
+    """Returns the scale of every value."""
     *_, r, c = x.shape
     scale = x.scale
     if x.block[0] != 1:
@@ -144,7 +144,7 @@ def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
 
 
 def check_unquantised(op: str, name: str, x: Any) -> None:
-    """TypeError unless `x` is an array of floats, which the op itself quantises."""
+    """Raises TypeError unless `x` is an array of floats, which the op itself quantises."""
     if isinstance(x, ScaledArray):
         raise TypeError(
             f"{op}: {name} must be an array; got a ScaledArray {checks.short_type(x)}. "
@@ -155,7 +155,7 @@ def check_unquantised(op: str, name: str, x: Any) -> None:
 
 
 def check_scaled_array(op: str, name: str, x: Any) -> None:
-    """Raises with a sentence where `x` breaks the invariants of a ScaledArray."""
+    """Raises with a sentence if `x` breaks the invariants of a ScaledArray."""
     if not isinstance(x, ScaledArray):
         raise TypeError(
             f"{op}: {name} must be a ScaledArray; got {checks.short_type(x)}. "
