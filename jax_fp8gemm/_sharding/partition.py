@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_fp8gemm._runtime import jax_drift
@@ -101,7 +103,6 @@ def partitioned(
     num_operands = len(rule.operands)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
-        _leave_out_source_lines()
         operands, copies = operands[:num_operands], operands[num_operands:]
         if mesh.empty:  # shardings that no mesh describes
             devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
@@ -128,7 +129,7 @@ def partitioned(
         def run_on_shards(*shards):
             # NOTE: a caller's mesh with Explicit axes would have its shardings put on the shards.
             with jax.sharding.use_abstract_mesh(_NO_MESH):
-                return local(*shards[:num_operands])
+                return _without_source_lines(local(*shards[:num_operands]))
 
         return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
 
@@ -138,15 +139,31 @@ def partitioned(
     return lambda *operands: function(*operands, *operands[:1] * num_copies)
 
 
-def _leave_out_source_lines() -> None:
-    """Keeps the lines of Python out of the program of a shard, with JAX before 0.11.
+def _without_source_lines(results: Arrays) -> Arrays:
+    """The results of a shard, in whose program JAX writes no lines of Python.
 
     NOTE: XLA takes the numbers of stack frames in that program for those of the program around it.
-    Where it inlines a loop, it may then follow them in a circle, for ever. XLA partitions in
-    threads of its own, so the setting affects nothing else.
+    Where it inlines a loop, it may then follow them in a circle, for ever. JAX lowers the program
+    after this call, in the same thread. So the caller's setting is back once a result is lowered.
     """
-    if _source_lines is not None and jax.__version_info__ < (0, 11):
-        _source_lines.set_local(0)
+    if _source_lines is None:
+        return results
+    setting = _source_lines(0)
+    result = _end_p.bind(results[0], restore=lambda: setting.__exit__(None, None, None))
+    setting.__enter__()
+    return [result, *results[1:]]
+
+
+def _lower_end(ctx: Any, result: Any, *, restore: Callable[[], None]) -> Any:
+    del ctx
+    restore()
+    return [result]
+
+
+# The last of a shard's program to be lowered.
+_end_p = Primitive("jax_fp8gemm_end_of_shard")
+_end_p.def_abstract_eval(lambda result, restore: result)
+mlir.register_lowering(_end_p, _lower_end)
 
 
 def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:
