@@ -61,7 +61,7 @@ class Shards:
 
     @property
     def is_summed(self) -> bool:
-        """Whether results are partial sums."""
+        """Returns whether results are partial sums."""
         return bool(summed_axes(self.rule, self.axes))
 
     def reduce(self, x: jax.Array) -> jax.Array:
