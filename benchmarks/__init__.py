@@ -1,3 +1,3 @@
 """Our kernels against their floors and their peers: `python -m jax_fp8gemm bench`."""
 
-from benchmarks.cli import main as main
+from benchmarks.commands import main as main

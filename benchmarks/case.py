@@ -1,13 +1,15 @@
 """Case: one row to measure, and what cases of several families share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks.problem import Shape, Work
-from benchmarks.timing.timer import Call, jax_queue
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.timer import Call
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.tile_config import TileConfig
 
@@ -32,14 +34,18 @@ class Case:
 
 
 def gemm_call(
-    multiply: Callable[..., jax.Array], operands: Sequence[Any], total: jax.Array | None = None
+    multiply: Callable[..., jax.Array],
+    operands: Sequence[Any],
+    total: jax.Array | None = None,
+    compiler_options: dict[str, str | bool] | None = None,
 ) -> Call:
     """The jitted product of `operands`; with `total`, accumulated into it in place."""
+    jit = functools.partial(jax.jit, compiler_options=compiler_options)
     if total is None:
         # A function of its own: jit would take what it compiled for `multiply` with another tile.
-        plain = jax.jit(lambda *operands: multiply(*operands))
+        plain = jit(lambda *operands: multiply(*operands))
         return Call(lambda: plain(*operands), jax_queue(), GEMM_KERNEL)
-    add = jax.jit(lambda c, *operands: multiply(*operands, accumulate_into=c), donate_argnums=0)
+    add = jit(lambda c, *operands: multiply(*operands, accumulate_into=c), donate_argnums=0)
     totals = [total]
 
     def run() -> jax.Array:

@@ -1,6 +1,7 @@
 """Random normal inputs, and the same quantised."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -10,27 +11,30 @@ from jax.experimental.layout import Format, Layout
 import jax_fp8gemm
 from jax_fp8gemm import ScaledArray
 
+# Drawn numbers; arrays repeat them. Odd, so that rows and groups begin at different ones.
+_POOL_SIZE = (1 << 22) + 1
+
 
 def normal(rows: int, columns: int, *, seed: int) -> jax.Array:
     """(rows, columns) bf16, standard normal."""
-    num_elems = rows * columns
-    return _cut(_pool(1 << max(0, num_elems - 1).bit_length(), seed), rows, columns)
+    return _repeat(_pool(seed), (rows, columns))
 
 
 def normal_groups(groups: int, rows: int, columns: int, *, seed: int) -> jax.Array:
     """(groups, rows, columns) bf16, standard normal."""
-    return jnp.stack([normal(rows, columns, seed=seed + i) for i in range(groups)])
+    return _repeat(_pool(seed), (groups, rows, columns))
 
 
-@functools.lru_cache(maxsize=4)
-def _pool(num_elems: int, seed: int) -> jax.Array:
-    # One pool a power of two: the generator is slow to compile, a slice of its result is not.
-    return jax.random.normal(jax.random.key(seed), (num_elems,), jnp.bfloat16)
+@functools.lru_cache(maxsize=8)
+def _pool(seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (_POOL_SIZE,), jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(pool: jax.Array, rows: int, columns: int) -> jax.Array:
-    return pool[: rows * columns].reshape(rows, columns)
+@functools.partial(jax.jit, static_argnums=1)
+def _repeat(pool: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    num_elems = math.prod(shape)
+    times = -(-num_elems // pool.size)
+    return jnp.tile(pool, times)[:num_elems].reshape(shape)
 
 
 _Quantizer = Callable[[jax.Array], ScaledArray]

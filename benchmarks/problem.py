@@ -8,34 +8,6 @@ SMALL_M, LARGE_M = 512, 1024  # rows with m <= 512 and m >= 1024 are judged apar
 _FP8_FLOP_PER_CLOCK = 8192  # one sm90 SM, dense wgmma on 8-bit operands
 _BOOST_HZ = 1.83e9  # the clock of the data sheet's 1979 TFLOPS: 132 SMs * 8192 * 1.83 GHz
 
-# The rows of benchmarks/h200_peers.json: DeepSeek-V3's layers at inference and training sizes.
-_SMALL_NK = ((2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384))
-_DENSE = (
-    *((m, n, k) for m in (1, 8, 16, 32, 64, 128, 256) for n, k in _SMALL_NK),
-    *((64, 24576, 1536), (128, 24576, 1536), (128, 32768, 512), (512, 7168, 2048)),
-    *((1024, 4096, 7168), (4096, 576, 7168), (4096, 2112, 7168), (4096, 4096, 7168)),
-    *((4096, 7168, 2048), (4096, 7168, 16384), (4096, 24576, 1536), (4096, 32768, 512)),
-    *((8192, 8192, 8192), (16384, 6144, 7168)),
-)
-_DENSE_SUSTAINED = (
-    *((4096, 7168, 16384), (8192, 8192, 8192), (16384, 6144, 7168), (4096, 4096, 7168)),
-    *((4096, 7168, 2048), (4096, 24576, 1536), (4096, 32768, 512), (4096, 2112, 7168)),
-)
-_WGRAD = ((2112, 7168, 4096), (7168, 2048, 4096), (4096, 7168, 4096), (7168, 16384, 4096))
-_QUANTIZE = ((4096, 7168), (8192, 4096), (8192, 7168), (8192, 14336), (32768, 7168))
-# (groups, m, n, k), where m, or k for ragged_wgrad, is what one group is expected to have.
-_GROUPED = {
-    "ragged": (
-        *((4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168)),
-        *((8, 4096, 7168, 2048), (32, 256, 4096, 7168), (32, 256, 7168, 2048)),
-        (8, 4096, 6144, 7168),
-    ),
-    "masked": (
-        *((32, 192, 6144, 7168), (32, 192, 7168, 3072), (6, 1024, 4096, 4096)),
-        *((32, 20, 6144, 7168), (32, 20, 7168, 3072)),
-    ),
-    "ragged_wgrad": ((4, 4096, 7168, 8192), (8, 7168, 2048, 4096), (16, 4096, 7168, 2048)),
-}
 # What --shape looks like; E is the expected m, or k, of one group.
 _FORMS = {
     "quantize": "MxK",
@@ -66,9 +38,15 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedShape(Shape):
-    """`groups` products; m, or k where k is ragged, is what one group is expected to have."""
+    """`groups` products; m, or k where k is ragged, is what one group is expected to have.
+
+    sizes: how rows are spread: "" for evenly, but for 30 % up or down, or "zipf".
+    empty: groups without rows, as many more, between the others.
+    """
 
     groups: int
+    sizes: str = ""
+    empty: int = 0
 
     def __str__(self) -> str:
         return f"{self.groups}x{super().__str__()}"
@@ -108,29 +86,9 @@ def parse_shape(text: str, family: str) -> Shape:
         raise ValueError(f"bench: --shape must be {form} with positive sizes; got {text}")
     dims = [int(dim) for dim in text.split("x")]
     if len(dims) == 4:
-        return _grouped_shape(*dims)
+        groups, m, n, k = dims
+        return GroupedShape(m, n, k, groups)
     return Shape(dims[0], dims[1] if len(dims) == 3 else None, dims[-1])
-
-
-def _grouped_shape(groups: int, m: int, n: int, k: int) -> GroupedShape:
-    return GroupedShape(m, n, k, groups)
-
-
-def default_shapes(family: str, rows: str = "all", sustained: bool = False) -> Sequence[Shape]:
-    """The family's own rows. rows: "small" (m <= 512), "large" (m >= 1024) or "all"."""
-    if family in _GROUPED:
-        shapes = [_grouped_shape(*dims) for dims in _GROUPED[family]]
-    elif family == "quantize":
-        shapes = [Shape(m, None, k) for m, k in _QUANTIZE]
-    elif family == "wgrad":
-        shapes = [Shape(*shape) for shape in _WGRAD]
-    else:
-        shapes = [Shape(*shape) for shape in (_DENSE_SUSTAINED if sustained else _DENSE)]
-    if rows == "small":
-        return [shape for shape in shapes if shape.m <= SMALL_M]
-    if rows == "large":
-        return [shape for shape in shapes if shape.m >= LARGE_M]
-    return shapes
 
 
 def gemm_work(shape: Shape, *, is_1d1d: bool, out_bytes: int, accumulate: bool) -> Work:

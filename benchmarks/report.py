@@ -2,22 +2,17 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.problem import Shape
+from benchmarks.problem import Shape, Work
+from benchmarks.provenance import source_commit, versions
+from benchmarks.timing.rounds import Timing
 
-_PACKAGES = (
-    *("jax_fp8gemm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
-    *("nvidia-cuda-nvrtc", "nvidia-cublas", "torch", "deep_gemm", "tokamax"),
-)
-
-_TEXT_LABELS = ("mode", "sums", "layer", "name")  # columns of words; the others hold numbers
+_TEXT_LABELS = ("mode", "sums", "layer", "name")  # columns of words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,83 +21,112 @@ class Row:
 
     labels: what was measured, by column: m, n, k and what the family adds.
     shape: the same for grouping rows.
-    peers: microseconds by name, of the peers that ran.
-    hbm_fraction, tensor_fraction: floor over time.
-    deepgemm_estimate: microseconds carried over from the reference machine (`reference`).
+    ours, peers: times; of the peers that ran, by name.
+    absent: why a peer has no time here, by name.
     extra: further figures, for the JSON file only.
     """
 
     family: str
     labels: Mapping[str, Any]
     shape: Shape
-    us: float
-    tflops: float
-    gbps: float
+    work: Work
     hbm_fraction: float
     tensor_fraction: float
     config: str
-    peers: Mapping[str, float]
-    deepgemm_estimate: float | None = None
+    ours: Timing
+    peers: Mapping[str, Timing] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def is_within_noise(self, peer: str) -> bool:
+        """Whether the medians of our rounds and the peer's overlap: neither is faster for sure."""
+        return overlap(self.ours.spread, self.peers[peer].spread)
+
     def to_json(self) -> dict[str, Any]:
-        return {
+        ours = self.ours
+        peers = self.peers.items()
+        content = {
             "family": self.family,
             **self.labels,
-            "us": round(self.us, 3),
-            "tflops": round(self.tflops, 1),
-            "gbps": round(self.gbps, 1),
+            "us": round(ours.us, 3),
+            "spread": [round(us, 3) for us in ours.spread],
+            "all_us": round(ours.all_us, 3),
+            "tflops": round(self.work.tflops(ours.us), 1),
+            "gbps": round(self.work.gbps(ours.us), 1),
             "config": self.config,
-            "peers": {name: round(us, 3) for name, us in self.peers.items()},
+            "peers": {name: round(t.us, 3) for name, t in peers},
+            "peers_spread": {name: [round(us, 3) for us in t.spread] for name, t in peers},
+            "peers_all_us": {name: round(t.all_us, 3) for name, t in peers if t.other_us},
+            "peers_absent": dict(self.absent),
             "hbm_fraction": round(self.hbm_fraction, 4),
             "tensor_fraction": round(self.tensor_fraction, 4),
-            "deepgemm_estimate": _rounded(self.deepgemm_estimate),
-            **self.extra,
+            "timer": ours.timer,
         }
+        for field in ("span_us", "sm_mhz", "joules"):
+            of_peers = {n: round(v, 4) for n, t in peers if (v := getattr(t, field)) is not None}
+            if (value := getattr(ours, field)) is not None:
+                content[field] = round(value, 4)
+                content[f"peers_{field}"] = of_peers
+        return content | dict(self.extra)
 
 
 class Table:
-    """Prints rows under one header, as they come. A peer's ratio is its time over ours."""
+    """Prints rows under one header, as they come. A peer's ratio is its time over ours.
+
+    A ratio ends in ~ where the medians of the rounds overlap: neither is faster for certain.
+    """
 
     def __init__(self, labels: Sequence[str], peers: Sequence[str]):
         self._labels = list(labels)
-        self._peers = [*peers, "deepgemm_estimate"] if peers else []
+        self._peers = list(peers)
 
     def header(self) -> str:
         labels = "".join(f"{name:>{_width(name)}}" for name in self._labels)
-        metrics = f"{'us':>10}{'TFLOPS':>8}{'GB/s':>7}{'HBM':>6}{'tensor':>8}  {'config':<34}"
-        return labels + metrics + "".join(f"{name:>21}" for name in self._peers)
+        metrics = f"{'us':>10}{'all us':>10}{'TFLOPS':>8}{'GB/s':>7}{'HBM':>6}{'tensor':>8}"
+        return labels + metrics + f"  {'config':<34}" + "".join(f"{p:>22}" for p in self._peers)
 
     def line(self, row: Row) -> str:
-        labels = "".join(f"{str(row.labels[name]):>{_width(name)}}" for name in self._labels)
-        metrics = (
-            f"{row.us:10.2f}{row.tflops:8.0f}{row.gbps:7.0f}{row.hbm_fraction:6.0%}"
-            f"{row.tensor_fraction:8.0%}  {row.config:<34}"
+        labels = "".join(
+            f"{str(row.labels.get(name, '')):>{_width(name)}}" for name in self._labels
         )
-        times = {**row.peers, "deepgemm_estimate": row.deepgemm_estimate}
-        return labels + metrics + "".join(_peer_cell(times.get(p), row.us) for p in self._peers)
+        us = row.ours.us
+        metrics = (
+            f"{us:10.2f}{row.ours.all_us:10.2f}{row.work.tflops(us):8.0f}{row.work.gbps(us):7.0f}"
+            f"{row.hbm_fraction:6.0%}{row.tensor_fraction:8.0%}  {row.config:<34}"
+        )
+        return labels + metrics + "".join(_peer_cell(row, name) for name in self._peers)
 
 
 def _width(label: str) -> int:
     return 20 if label in _TEXT_LABELS else max(8, len(label) + 2)
 
 
-def _peer_cell(us: float | None, ours: float) -> str:
-    return f"{f'{us:.2f} ({us / ours:.2f}x)' if us else '-':>21}"
+def _peer_cell(row: Row, name: str) -> str:
+    if (timing := row.peers.get(name)) is None:
+        return f"{'-':>22}"
+    mark = "~" if row.is_within_noise(name) else " "
+    return f"{f'{timing.us:.2f} ({timing.us / row.ours.us:.2f}x){mark}':>22}"
 
 
-def _rounded(us: float | None) -> float | None:
-    return None if us is None else round(us, 3)
+def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return min(a) <= max(b) and min(b) <= max(a)
 
 
-def document(device: str, copy_gbps: float | None, rows: Sequence[Row]) -> dict[str, Any]:
-    """The content of a results file."""
+def document(
+    device: str, how: Mapping[str, Any], rows: Sequence[Row], failed: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """The content of a results file.
+
+    how: what was chosen for the whole run: rounds, seed, flush, the bandwidth of a copy.
+    failed: rows that our own kernels did not run, as {"family", labels..., "error"}.
+    """
     return {
         "device": device,
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-        "versions": _versions(),
-        "copy_gbps": None if copy_gbps is None else round(copy_gbps),
+        **source_commit(),
+        "versions": versions(),
+        **how,
+        "failed_rows": list(failed),
         "rows": [row.to_json() for row in rows],
     }
 
@@ -119,32 +143,3 @@ def results_path(folder: str, device: str, family: str) -> pathlib.Path:
     """`<folder>/<device>/<family>.json`, the device in lower case with underscores."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     return pathlib.Path(folder, slug, f"{family}.json")
-
-
-def _commit() -> str | None:
-    """The source tree's commit, with a + if files differ from it; None outside a checkout."""
-    folder = pathlib.Path(__file__).parent
-    try:
-        head = _git(folder, "rev-parse", "--short=12", "HEAD")
-        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + ("+" if dirty else "")
-
-
-def _git(folder: pathlib.Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    driver = pathlib.Path("/proc/driver/nvidia/version")
-    if driver.exists() and (found := re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text())):
-        versions["driver"] = found.group()
-    return versions

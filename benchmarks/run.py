@@ -1,8 +1,12 @@
-"""Measures cases one by one: a line of the table and a fresh JSON file after each."""
+"""Measures cases one by one: a line of the table and fresh JSON files after each."""
 
+import contextlib
 import dataclasses
+import gc
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,20 +14,15 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks.case import Build, Case
-from benchmarks.peers.dense import peer_calls
-from benchmarks.problem import Shape
-from benchmarks.reference import CALIBRATION, CARRIED, Reference, summarise
+from benchmarks.footer import footer
 from benchmarks.report import Row, Table, document, write_json
-from benchmarks.timing.timer import Call, Timing, jax_queue, measure
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.rounds import Rounds, Timing, measure, measure_rounds
+from benchmarks.timing.timer import Call
 
 _COPY_BYTES = 2 << 30
-# Keys in a row's JSON; for a peer, after the first word of its name.
-_PEAK, _MOVED = "peak_bytes", "moved_bytes"
-_DIMENSIONS = (
-    *("m", "n", "k", "hidden", "inter"),
-    *("name", "groups", "expected_rows", "rows", "max_m", "expected_k", "gpus"),
-    *("experts", "top_k"),
-)
+_OURS = ""  # among the names of peers
+_MAX_REASON = 200  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,180 +38,151 @@ class Device:
 class Options:
     """How to measure.
 
-    table: the reference's table to compare with, e.g. "dense_sustained".
-    time: measures one call.
-    peers: names of the implementations to time beside ours.
+    rounds: how each row's calls are timed beside each other.
+    peers: names of the implementations to time beside ours; None for all that a case has.
     files: JSON files to write.
+    is_together: whether the calls of a row are in memory at the same time; else one after another.
+    notes: what the files say of the whole run.
     """
 
-    table: str
-    time: Callable[[Call], Timing]
-    peers: Sequence[str] = ()
+    rounds: Rounds = Rounds()
+    peers: Sequence[str] | None = None
     files: Sequence[pathlib.Path] = ()
-    reference: Reference | None = None
+    is_together: bool = True
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def run(family: str, cases: Sequence[Case], options: Options, device: Device) -> list[Row]:
-    """Measures every case, prints the table and its footer, and returns the rows."""
-    names = [name for name in options.peers if any(name in case.peers for case in cases)]
-    table = Table(list(cases[0].labels), names)
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The rows, and those that our own kernels did not run."""
+
+    rows: list[Row]
+    failed: list[dict[str, Any]]
+
+
+def run(family: str, cases: Sequence[Case], options: Options, device: Device) -> Outcome:
+    """Measures every case and prints the table and its footer. A case that fails is left out."""
+    names = _peer_names(cases, options)
+    table = Table(list(dict.fromkeys(key for case in cases for key in case.labels)), names)
     tqdm.write(table.header())
-    rows: list[Row] = []
-    notes: dict[str, str] = {}
-    machine = _machine_factor(options, notes) if options.table in CARRIED and names else None
-    for case in tqdm(cases, desc=f"bench {family}", unit="row", leave=False):
-        rows.append(_measure_case(family, case, options, device, machine, notes))
-        tqdm.write(table.line(rows[-1]))
+    outcome = Outcome([], [])
+    how = {
+        "rounds": options.rounds.num_rounds,
+        "calls": options.rounds.num_calls,
+        "seed": options.rounds.seed,
+        "copy_gbps": round(device.copy_gbps),
+        **options.notes,
+    }
+    start = time.perf_counter()
+    for i, case in enumerate(_progress(cases, family)):
+        try:
+            row = _measure_case(family, case, options, device, i)
+        except Exception as error:  # the other rows are still worth having
+            outcome.failed.append({"family": family, **case.labels, "error": reason_of(error)})
+            tqdm.write(f"failed: {outcome.failed[-1]}")
+        else:
+            outcome.rows.append(row)
+            tqdm.write(table.line(row))
+        _free_memory()
         for file in options.files:
-            write_json(file, document(device.name, device.copy_gbps, rows))
-    for line in [*_footer(rows, device), *(f"{name}: {note}" for name, note in notes.items())]:
+            write_json(file, document(device.name, how, outcome.rows, outcome.failed))
+    seconds = time.perf_counter() - start
+    for line in footer(outcome.rows, device.name, device.copy_gbps, device.num_sms):
         print(line)
-    return rows
+    print(f"{family}: {len(cases)} rows in {seconds:.0f} s, {seconds / len(cases):.1f} s a row")
+    return outcome
 
 
-def _measure_case(
-    family: str,
-    case: Case,
-    options: Options,
-    device: Device,
-    machine: float | None,
-    notes: dict[str, str],
-) -> Row:
-    figures: dict[str, Any] = {}
-    ours = _time(case.build, options, "", figures)
-    peers = _time_peers(case.peers, options, notes, figures)
-    estimate = None
-    if options.reference is not None:
-        estimate = options.reference.deepgemm_us(
-            options.table, case.shape, peers, machine, case.work.flop
-        )
+def _peer_names(cases: Sequence[Case], options: Options) -> list[str]:
+    names = dict.fromkeys(name for case in cases for name in case.peers)
+    return [name for name in names if options.peers is None or name in options.peers]
+
+
+def _progress(cases: Sequence[Case], family: str) -> Any:
+    is_shown = sys.stderr.isatty()
+    return tqdm(cases, desc=f"bench {family}", unit="row", leave=False, disable=not is_shown)
+
+
+def _measure_case(family: str, case: Case, options: Options, device: Device, i: int) -> Row:
+    builds: dict[str, Build] = {_OURS: case.build}
+    names = _peer_names([case], options)
+    builds |= {name: case.peers[name] for name in names}
+    timings, figures, seconds = {}, {}, [0.0, 0.0]
+    absent: dict[str, str] = {}
+    together = [builds] if options.is_together else [{n: b} for n, b in builds.items()]
+    for some in together:
+        start = time.perf_counter()
+        calls, reasons = _built(some)
+        built = time.perf_counter()
+        timings |= measure_rounds(calls, options.rounds, i)
+        figures |= _figures(calls)
+        absent |= reasons
+        seconds = [seconds[0] + built - start, seconds[1] + time.perf_counter() - built]
+    ours = timings.pop(_OURS)
+    if isinstance(ours, Exception):
+        raise ours
+    peers = {name: t for name, t in timings.items() if isinstance(t, Timing)}
+    absent |= {name: reason_of(t) for name, t in timings.items() if isinstance(t, Exception)}
     return Row(
         family=family,
         labels=case.labels,
         shape=case.shape,
-        us=ours.us,
-        tflops=case.work.tflops(ours.us),
-        gbps=case.work.gbps(ours.us),
+        work=case.work,
         hbm_fraction=case.work.hbm_floor_us(device.copy_gbps) / ours.us,
         tensor_fraction=case.work.tensor_floor_us(device.num_sms) / ours.us,
         config=case.config,
+        ours=ours,
         peers=peers,
-        deepgemm_estimate=estimate,
+        absent=absent,
         extra={
-            "other_us": round(ours.other_us, 3),
-            "timer": ours.timer,
-            "sm_mhz": ours.sm_mhz,
             **figures,
+            "build_seconds": round(seconds[0], 2),
+            "time_seconds": round(seconds[1], 2),
         },
     )
 
 
-def _time(build: Build, options: Options, prefix: str, figures: dict[str, Any]) -> Timing:
-    """Times a call, and puts what else is known of it into `figures`."""
-    call = build()
-    if call.peak_bytes is not None:
-        figures[prefix + _PEAK] = call.peak_bytes
-    if call.moved_bytes is not None:
-        figures[prefix + _MOVED] = dict(call.moved_bytes)
-    return options.time(call)
-
-
-def _time_peers(
-    builds: Mapping[str, Build], options: Options, notes: dict[str, str], figures: dict[str, Any]
-) -> dict[str, float]:
-    times = {}
-    for name in options.peers:
-        if name not in builds:
-            continue
-        prefix = f"{name.split('_')[0]}_"
+def _built(builds: Mapping[str, Build]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls, and why a peer has none. Raises: what our own build raises."""
+    calls: dict[str, Call] = {}
+    absent: dict[str, str] = {}
+    for name, build in builds.items():
         try:
-            times[name] = _time(builds[name], options, prefix, figures).us
-        except Exception as error:  # other people's code: absent, refusing the shape, out of memory
-            text = str(error).strip().splitlines() or [""]
-            notes.setdefault(name, f"not timed everywhere: {type(error).__name__}: {text[0][:160]}")
-    return times
+            calls[name] = build()
+        except Exception as error:  # other people's code: absent, refusing the shape
+            if name == _OURS:
+                raise
+            absent[name] = reason_of(error)
+    return calls, absent
 
 
-def _machine_factor(options: Options, notes: dict[str, str]) -> float | None:
-    """cuBLASLt's time here over the reference machine's, for rows it was not timed on there."""
-    if options.reference is None:
-        return None
-    measured: dict[Shape, float] = {}
-    for shape in CALIBRATION:
-        name = "cublaslt_tensorwise"
-        build = peer_calls(shape, is_1d1d=False)[name]
-        times = _time_peers({name: build}, options, notes, {})
-        if name in times:
-            measured[shape] = times[name]
-    return options.reference.machine_factor(measured)
+def _figures(calls: Mapping[str, Call]) -> dict[str, Any]:
+    """What is known of the programs beside their times; keys of peers begin with their names."""
+    figures: dict[str, Any] = {}
+    for name, call in calls.items():
+        prefix = f"{name}_" if name else ""
+        if call.peak_bytes is not None:
+            figures[f"{prefix}peak_bytes"] = call.peak_bytes
+        if call.moved_bytes is not None:
+            figures[f"{prefix}moved_bytes"] = dict(call.moved_bytes)
+    return figures
 
 
-def _footer(rows: Sequence[Row], device: Device) -> list[str]:
-    lines = [
-        f"{device.name}: floors at {device.copy_gbps:.0f} GB/s (a copy, measured now) and "
-        f"{device.num_sms} SMs * 8192 FLOP/clock * 1.83 GHz; a peer's ratio is its time over ours"
-    ]
-    if any(row.extra["timer"] == "host" for row in rows):
-        lines.append(
-            "NOTE: no CUPTI, so these are host times of calls queued back to back without a flush: "
-            "short rows show the launch, not the kernel"
-        )
-    if any(row.extra["other_us"] > 0.02 * row.us for row in rows):
-        most = max(rows, key=lambda row: row.extra["other_us"])
-        lines.append(
-            f"us counts our kernel alone; XLA ran up to {most.extra['other_us']:.2f} us of others"
-        )
-    peaks = _program_lines(rows, "peak memory of", _PEAK, lambda value: f"{value / 1e9:.2f}")
-    return lines + compare(rows) + peaks + _program_lines(rows, "moved by", _MOVED, _moved_text)
+def reason_of(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:_MAX_REASON]
 
 
-def _program_lines(
-    rows: Sequence[Row], what: str, key: str, text_of: Callable[[Any], str]
-) -> list[str]:
-    """A figure of each program, ours and the peers', where it is known."""
-    lines = []
-    for row in rows:
-        texts = [
-            f"{name.removesuffix(key).removesuffix('_') or 'ours'} {text_of(value)}"
-            for name, value in row.extra.items()
-            if name.endswith(key)
-        ]
-        if texts:
-            title = f"{row.labels.get('name', row.shape)}{_variant(row)}"
-            lines.append(f"{what} {title}, GB: {', '.join(texts)}")
-    return lines
-
-
-def _moved_text(moved: Mapping[str, int]) -> str:
-    """Without what rounds to nothing."""
-    texts = [f"{kind} {count / 1e9:.3f}" for kind, count in moved.items() if count >= 5e5]
-    return f"[{'; '.join(texts)}]"
-
-
-def compare(rows: Sequence[Row]) -> list[str]:
-    """Our speed over each peer's (its time over ours), by size class."""
-    lines = []
-    names = list(dict.fromkeys(name for row in rows for name in row.peers))
-    for name in [*names, "deepgemm_estimate"]:
-        for variant in sorted({_variant(row) for row in rows}):
-            ratios = {
-                row.shape: us / row.us
-                for row in rows
-                if _variant(row) == variant
-                and (us := {**row.peers, "deepgemm_estimate": row.deepgemm_estimate}.get(name))
-            }
-            lines += summarise(ratios, f"{name}{variant}")
-    return lines
-
-
-def _variant(row: Row) -> str:
-    """What tells apart rows of one shape."""
-    text = [f"{key}={value}" for key, value in row.labels.items() if key not in _DIMENSIONS]
-    return f" ({', '.join(text)})" if text else ""
+def _free_memory() -> None:
+    """What the calls of a row held goes back, so that the next row's may have it."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None:
+        with contextlib.suppress(Exception):
+            torch.cuda.empty_cache()
 
 
 def copy_gbps() -> float:
     """Bytes read and written by a large device-to-device copy, over its time."""
     source = jnp.ones(_COPY_BYTES // 4, jnp.float32)
     copy = jax.jit(jnp.copy)
-    return 2 * _COPY_BYTES / measure(Call(lambda: copy(source), jax_queue()), repeat=5).us / 1e3
+    return 2 * _COPY_BYTES / measure(Call(lambda: copy(source), jax_queue())).us / 1e3

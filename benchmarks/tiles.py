@@ -31,6 +31,16 @@ def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:
             yield from (_with_tile(case, tile) for tile in tiles)
 
 
+def with_regret(cases: Sequence[Case]) -> list[Case]:
+    """Each case with every tile config in the place of its peers, to see what the choice costs."""
+    return [
+        dataclasses.replace(
+            case, peers={tile_text(tile): _with_tile(case, tile).build for tile in case.tiles}
+        )
+        for case in cases
+    ]
+
+
 def _with_tile(case: Case, tile: TileConfig) -> Case:
     def build() -> Call:
         with choose.override(tile):

@@ -1,5 +1,6 @@
 """The families `ragged`, `masked` and `ragged_wgrad`: products of groups, quantised before."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -16,7 +17,13 @@ from benchmarks.data import (
     quantize_rows,
     with_rows_minor,
 )
-from benchmarks.families.grouped_problem import draw_sizes, masked_rows, ragged_work, wgrad_work
+from benchmarks.families.grouped_problem import (
+    draw_sizes,
+    masked_rows,
+    ragged_work,
+    sizes_of,
+    wgrad_work,
+)
 from benchmarks.peers.grouped import masked_peers, ragged_peers, wgrad_peers
 from benchmarks.problem import GroupedShape
 from benchmarks.timing.timer import Call
@@ -40,17 +47,21 @@ def grouped_cases(family: str, shapes: Sequence[GroupedShape]) -> list[Case]:
 
 
 def _ragged(shape: GroupedShape) -> Case:
-    sizes = draw_sizes(shape.groups, shape.m)
+    sizes = sizes_of(shape)
+    shape = dataclasses.replace(shape, groups=len(sizes))
     rows, n, k = int(sizes.sum()), shape.n or 0, shape.k
 
     def build() -> Call:
         lhs = quantize_rows(normal(rows, k, seed=0))
         return gemm_call(_ragged_dot, (lhs, _weights(shape), jnp.asarray(sizes)))
 
+    labels = dict(groups=shape.groups, expected_rows=shape.m, rows=rows, n=n, k=k)
+    if shape.sizes or shape.empty:
+        labels |= dict(sizes=shape.sizes or "even", empty=shape.empty)
     return Case(
-        labels=dict(groups=shape.groups, expected_rows=shape.m, rows=rows, n=n, k=k),
+        labels=labels,
         shape=shape,
-        work=ragged_work(shape, rows),
+        work=ragged_work(shape, rows, int(np.count_nonzero(sizes))),
         config=_config_text(rows, n, k, shape.groups),
         build=build,
         peers=ragged_peers(shape, sizes),
@@ -59,7 +70,7 @@ def _ragged(shape: GroupedShape) -> Case:
 
 
 def _masked(shape: GroupedShape) -> Case:
-    sizes, max_m = draw_sizes(shape.groups, shape.m), masked_rows(shape.m)
+    sizes, max_m = sizes_of(shape), masked_rows(shape.m)
     rows, n, k = int(sizes.sum()), shape.n or 0, shape.k
 
     def build() -> Call:

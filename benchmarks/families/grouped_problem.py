@@ -5,8 +5,6 @@ import numpy as np
 from benchmarks.problem import GroupedShape, Work
 
 _SPREAD = 0.3  # of a group's size around the expected one, as DeepGEMM's tests draw it
-# Its totals are close to those of benchmarks/h200_peers.json, above all in masked: DeepGEMM's
-# estimate goes by FLOP, which misleads where totals differ and a product waits for memory.
 _SEED = 14814
 _BLOCK = 128
 
@@ -16,6 +14,27 @@ def draw_sizes(groups: int, expected: int, multiple: int = 1) -> np.ndarray:
     factors = np.random.default_rng(_SEED).uniform(1 - _SPREAD, 1 + _SPREAD, groups)
     sizes = np.maximum(1, (expected * factors).astype(np.int32))
     return -(-sizes // multiple) * multiple
+
+
+def sizes_of(shape: GroupedShape) -> np.ndarray:
+    """int32 sizes of the groups of a shape, the empty ones included."""
+    if shape.sizes == "zipf":
+        sizes = _zipf_sizes(shape.groups, shape.groups * shape.m)
+    else:
+        sizes = draw_sizes(shape.groups, shape.m)
+    if not shape.empty:
+        return sizes
+    with_empty = np.zeros(shape.groups + shape.empty, np.int32)
+    with_empty[np.linspace(0, len(with_empty) - 1, shape.groups).astype(int)] = sizes
+    return with_empty
+
+
+def _zipf_sizes(groups: int, total: int) -> np.ndarray:
+    """The i-th group of a random order has a share of `total` in proportion to 1 / i."""
+    shares = 1 / np.arange(1, groups + 1)
+    ends = np.rint(np.cumsum(shares) / shares.sum() * total)
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    return np.random.default_rng(_SEED).permutation(sizes)
 
 
 def draw_shares(groups: int, total: int) -> np.ndarray:
@@ -33,11 +52,12 @@ def masked_rows(expected: int) -> int:
     return max_m
 
 
-def ragged_work(shape: GroupedShape, rows: int) -> Work:
-    """`rows` valid rows in all; every group's matrix is read; bf16 results."""
+def ragged_work(shape: GroupedShape, rows: int, full_groups: int | None = None) -> Work:
+    """`rows` valid rows in all; the matrix of each group that has some is read; bf16 results."""
+    groups = shape.groups if full_groups is None else full_groups
     n, k, num_blocks = shape.n or 0, shape.k, _num_blocks(shape.k)
-    values = (rows + shape.groups * n) * k
-    scales = (rows + shape.groups * _num_blocks(n)) * num_blocks
+    values = (rows + groups * n) * k
+    scales = (rows + groups * _num_blocks(n)) * num_blocks
     return Work(2 * rows * n * k, values + 4 * scales + 2 * rows * n)
 
 

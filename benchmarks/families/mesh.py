@@ -3,7 +3,6 @@
 import collections
 import functools
 import re
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +11,11 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.case import peak_bytes
-from benchmarks.timing.timer import Call, Timing, jax_queue
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.timer import Call, Samples
 
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock
-_MAX_SAMPLES = 10
 _OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True
 }  # collectives beside products
@@ -64,25 +63,23 @@ def step_call(
     return Call(
         run,
         jax_queue(),
-        max_repeat=max_repeat or _MAX_SAMPLES,
+        max_repeat=max_repeat,
         peak_bytes=peak_bytes(compiled),
         moved_bytes=moved_bytes(compiled.as_text() or "", local_mesh().size) or None,
     )
 
 
-def measure_steps(call: Call, repeat: int = _MAX_SAMPLES) -> Timing:
-    """The median of the host's clock over a few steps in a row, until all devices are done.
+def sample_steps(call: Call, num_calls: int) -> Samples:
+    """The host's clock over a few steps in a row, until all devices are done.
 
     Kernels of several devices wait for each other: their times do not add up to that of a step.
     """
-    samples = []
-    for _ in range(1 + min(repeat, call.max_repeat or repeat)):
-        start = time.perf_counter()
-        for _ in range(_NUM_STEPS):
-            call.queue.launch(call.run)
-        call.queue.wait()
-        samples.append((time.perf_counter() - start) / _NUM_STEPS * 1e6)
-    return Timing(statistics.median(samples[1:]), timer="wall")
+    del num_calls
+    start = time.perf_counter()
+    for _ in range(_NUM_STEPS):
+        call.queue.launch(call.run)
+    call.queue.wait()
+    return Samples([(time.perf_counter() - start) / _NUM_STEPS * 1e6], timer="wall")
 
 
 def moved_bytes(text: str, num_devices: int) -> dict[str, int]:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from benchmarks.case import Case, peak_bytes
 from benchmarks.data import normal, normal_groups
 from benchmarks.families.grouped_problem import draw_shares
-from benchmarks.peers.grouped import RaggedDot, tokamax_product
+from benchmarks.peers.grouped import compiled
+from benchmarks.peers.tokamax import Product, fastest
 from benchmarks.problem import GroupedShape, Work
-from benchmarks.timing.timer import Call, jax_queue
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.timer import Call
 from jax_fp8gemm import moe
 
 # (x, w_gate_up, w_down, group_sizes) -> out
@@ -50,6 +52,7 @@ def moe_case(experts: Experts) -> Case:
     # Read once: x, dout, three weights. Written once: the result, dx, three weight gradients.
     num_bytes = 2 * (4 * e.rows * e.hidden + 6 * e.groups * e.hidden * e.inter)
     call = functools.partial(_call, experts)
+    lax = bf16_layer(jax.lax.ragged_dot)
     return Case(
         labels=dict(name=e.name, groups=e.groups, rows=e.rows, hidden=e.hidden, inter=e.inter),
         shape=GroupedShape(e.rows, e.inter, e.hidden, e.groups),
@@ -57,13 +60,16 @@ def moe_case(experts: Experts) -> Case:
         config="",
         build=lambda: call(moe.moe_mlp),
         peers={
-            "lax_ragged_dot": lambda: call(bf16_layer(jax.lax.ragged_dot), _LAX_REPEAT),
-            "tokamax": lambda: call(bf16_layer(tokamax_product())),
+            "lax_ragged_dot": lambda: call(lax, _LAX_REPEAT),
+            "lax_ragged_dot_cudnn": lambda: call(lax, _LAX_REPEAT, with_cudnn=True),
+            "tokamax": lambda: fastest(
+                lambda product: call(bf16_layer(product)), "ragged_dot", out_bytes=2
+            ),
         },
     )
 
 
-def bf16_layer(product: RaggedDot) -> Layer:
+def bf16_layer(product: Product) -> Layer:
     """The layer of two products with SwiGLU between, in the dtype of its operands."""
 
     def layer(x, w_gate_up, w_down, group_sizes):
@@ -85,7 +91,9 @@ def forward_backward(layer: Layer) -> Callable[..., Any]:
     return run
 
 
-def _call(experts: Experts, layer: Layer, max_repeat: int | None = None) -> Call:
+def _call(
+    experts: Experts, layer: Layer, max_repeat: int | None = None, with_cudnn: bool = False
+) -> Call:
     """The compiled forward and backward on random bf16 inputs; every kernel counts."""
     e = experts
     x, dout = normal(e.rows, e.hidden, seed=0), normal(e.rows, e.hidden, seed=1)
@@ -94,7 +102,7 @@ def _call(experts: Experts, layer: Layer, max_repeat: int | None = None) -> Call
     w_down = normal_groups(e.groups, e.inter, e.hidden, seed=2 + e.groups) * e.inter**-0.5
     group_sizes = jnp.asarray(draw_shares(e.groups, e.rows))
     operands = (x, w_gate_up, w_down, group_sizes, dout)
-    step = jax.jit(forward_backward(layer)).lower(*operands).compile()
+    step = compiled(jax.jit(forward_backward(layer)), operands, with_cudnn)
     return Call(
         run=lambda: step(*operands),
         queue=jax_queue(),

@@ -12,7 +12,8 @@ from benchmarks.case import Case, gemm_call, tile_text
 from benchmarks.data import normal, quantize_blocks, quantize_rows
 from benchmarks.peers.dense import peer_calls
 from benchmarks.problem import Shape, gemm_work, quantize_work
-from benchmarks.timing.timer import Call, jax_queue
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.timer import Call
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import choose, tile_config
 
@@ -53,7 +54,7 @@ def _wgrad(shape: Shape, accumulate: bool) -> Case:
     work = gemm_work(shape, is_1d1d=True, out_bytes=4, accumulate=accumulate)
     config = _config_text(shape, is_1d1d=True, out_f32=True, accumulate=accumulate)
     labels = _labels(shape) | {"accumulate": accumulate}
-    peers = peer_calls(shape, is_1d1d=True)
+    peers = peer_calls(shape, is_1d1d=True, accumulate=accumulate)
     tiles = tile_config.configs(is_1d1d=True, with_clusters=True)
     return Case(labels, shape, work, config, build, peers, tiles=tiles)
 

@@ -1,1 +1,24 @@
-"""Other implementations of the same products."""
+"""Other implementations of the same products.
+
+- deepgemm: DeepGEMM.
+- cublaslt_tensorwise: torch._scaled_mm, one scale a tensor, fast accumulation: an easier job. Of
+  grouped products: of all valid rows with one matrix, what a dense product would take.
+- cublaslt_block: torch.nn.functional.scaled_mm with our scale blocks.
+- torch_bf16: torch.mm on bf16; of grouped products, torch's grouped_mm.
+- xla_fp8: XLA's rewrite of an FP8 dot_general with a scale for each operand.
+- xla_bf16: jax.lax.dot_general on bf16.
+- xla: of `quantize`, our function in plain JAX.
+- lax_ragged_dot: jax.lax.ragged_dot on bf16; for weight gradients jax.lax.ragged_dot_general.
+- lax_ragged_dot_cudnn: the same with XLA's flag for cuDNN's grouped kernels.
+- tokamax: the same of tokamax on its Mosaic GPU kernel, the best of a few configs.
+- one_gpu: the layer of one GPU alone.
+"""
+
+NAMES = (
+    *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
+    *("xla", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax", "one_gpu"),
+)
+
+
+class AbsentError(RuntimeError):
+    """A peer cannot run a row here; the text says why."""

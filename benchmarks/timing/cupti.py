@@ -56,7 +56,9 @@ class Cupti:
     def __init__(self, library: ctypes.CDLL):
         self._library = library
         self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._free: list[ctypes.Array[ctypes.c_char]] = []
         self._activities: list[Activity] = []
+        self._is_on = False
         # NOTE: CUPTI keeps these pointers for the life of the process; so must we.
         self._request = _Request(self._on_request)
         self._complete = _Complete(self._on_complete)
@@ -69,22 +71,30 @@ class Cupti:
     def record(self) -> Iterator[list[Activity]]:
         """Yields a list that holds, after the block, what the device ran inside it, by start time.
 
-        The block must wait for its own work before it ends. Raises: CuptiError if CUPTI refuses, or
-        saw nothing.
+        The block must wait for its own work before it ends, and so must what ran before it. CUPTI
+        stays on afterwards, because turning it on and off takes time: `stop_recording` turns it
+        off. Raises: CuptiError if CUPTI refuses, or saw nothing.
         """
-        for kind in _KINDS:
-            self._call("cuptiActivityEnable", ctypes.c_int(kind))
-        activities: list[Activity] = []
-        self._activities = []
-        try:
-            yield activities
-        finally:
+        if not self._is_on:
             for kind in _KINDS:
-                self._call("cuptiActivityDisable", ctypes.c_int(kind))
-            self._flush()
+                self._call("cuptiActivityEnable", ctypes.c_int(kind))
+            self._is_on = True
+        self._flush()
+        self._activities = []
+        activities: list[Activity] = []
+        yield activities
+        self._flush()
         activities.extend(sorted(self._activities, key=lambda activity: activity.start_ns))
         if not activities:
             raise CuptiError("bench: CUPTI must see the device's work; got no record of any")
+
+    def stop(self) -> None:
+        """Turns CUPTI off, if it is on."""
+        if self._is_on:
+            self._is_on = False
+            for kind in _KINDS:
+                self._call("cuptiActivityDisable", ctypes.c_int(kind))
+            self._flush()
 
     def _flush(self) -> None:
         self._call("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
@@ -98,7 +108,7 @@ class Cupti:
             raise CuptiError(f"bench: {function} must succeed; got {name} ({code})")
 
     def _on_request(self, buffer, size, max_num_records) -> None:
-        memory = ctypes.create_string_buffer(_BUFFER_BYTES)
+        memory = self._free.pop() if self._free else ctypes.create_string_buffer(_BUFFER_BYTES)
         address = ctypes.addressof(memory)
         self._buffers[address] = memory
         buffer[0], size[0], max_num_records[0] = address, _BUFFER_BYTES, 0
@@ -111,7 +121,8 @@ class Cupti:
         while not next_record(ctypes.c_void_p(buffer), num_bytes, ctypes.byref(record)):
             if activity := read_record(record.value or 0):
                 self._activities.append(activity)
-        self._buffers.pop(buffer, None)
+        if (memory := self._buffers.pop(buffer, None)) is not None:
+            self._free.append(memory)
 
 
 def read_record(address: int) -> Activity | None:
@@ -141,6 +152,12 @@ def cupti() -> Cupti:
     raise CuptiError(
         f"bench: libcupti must be loadable; got {'; '.join(errors)}. Install nvidia-cuda-cupti."
     )
+
+
+def stop_recording() -> None:
+    """Turns CUPTI off, if it was loaded."""
+    if cupti.cache_info().currsize:
+        cupti().stop()
 
 
 def _candidates() -> list[str]:

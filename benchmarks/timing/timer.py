@@ -1,82 +1,20 @@
-"""Times one call: device time by CUPTI, or the host's clock where CUPTI cannot be had."""
+"""Samples of one call: device time by CUPTI, or the host's clock where CUPTI cannot be had."""
 
 import dataclasses
 import functools
 import math
 import statistics
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from benchmarks.timing.cupti import Activity, CuptiError, cupti
+from benchmarks.timing.nvml import Energy, SmClock
+from benchmarks.timing.queues import Flush, Queue
 
-_FLUSH_BYTES = 1 << 30  # far above any L2; the peers' reference figures were flushed with as much
-_NUM_WARMUP = 3
-
-
-@runtime_checkable
-class Queue(Protocol):
-    """One framework's stream of work on the device."""
-
-    def flush(self) -> None:
-        """Queues a write of a large buffer, so that the next call finds the L2 cold."""
-        ...
-
-    def launch(self, function: Callable[[], Any]) -> None:
-        """Queues one call."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for all queued work."""
-        ...
-
-
-class JaxQueue:
-    """JAX's stream on the default device."""
-
-    def __init__(self, flush_bytes: int = _FLUSH_BYTES):
-        self._fill = jax.jit(lambda value: jnp.broadcast_to(value, (flush_bytes // 4,)))
-        # On the device from the start: a copy from the host would run beside the calls.
-        self._value = jax.device_put(jnp.float32(1))
-        self._last: Any = None
-
-    def flush(self) -> None:
-        self._last = None  # frees the last result first
-        self._last = self._fill(self._value)
-
-    def launch(self, function: Callable[[], Any]) -> None:
-        self._last = function()
-
-    def wait(self) -> None:
-        jax.block_until_ready(self._last)
-
-
-@functools.cache
-def jax_queue() -> JaxQueue:
-    """The process's JAX queue."""
-    return JaxQueue()
-
-
-class TorchQueue:
-    """torch's current stream."""
-
-    def __init__(self, torch: Any, flush_bytes: int = _FLUSH_BYTES):
-        self._torch = torch
-        self._buffer = torch.empty(flush_bytes // 4, dtype=torch.float32, device="cuda")
-
-    def flush(self) -> None:
-        self._buffer.fill_(1.0)
-
-    def launch(self, function: Callable[[], Any]) -> None:
-        function()
-
-    def wait(self) -> None:
-        self._torch.cuda.synchronize()
+_NUM_WARMUP = 2
+_MAX_CALLS = 4000  # of one sustained sample: CUPTI keeps a record of each kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,47 +38,79 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call.
+class Samples:
+    """What one round measured of one call; times are microseconds of one call each.
 
     us: the kernels that count.
     other_us: the call's other kernels and copies.
-    timer: "cupti", "host", or "wall": the host's clock over all devices.
-    sm_mhz: SM clock while it ran, where it was sampled.
+    span_us: from the first kernel's start to the last one's end, over the calls: with the gaps.
+    joules: of one call, where it was measured.
     """
 
-    us: float
-    other_us: float = 0.0
+    us: Sequence[float]
+    other_us: Sequence[float] = (0.0,)
     timer: str = "cupti"
+    span_us: float | None = None
     sm_mhz: int | None = None
+    joules: float | None = None
 
 
-def measure(call: Call, repeat: int = 20, flush: bool = True) -> Timing:
-    """The median over `repeat` calls, each after a flush of the L2 unless `flush` is False."""
-    repeat = min(repeat, call.max_repeat or repeat)
-    _warm_up(call)
+# Measures a call a few times. The number is of calls, where the sampler does not choose it.
+Sampler = Callable[[Call, int], Samples]
+
+
+def warm_up(call: Call) -> None:
+    for _ in range(_NUM_WARMUP):
+        call.queue.launch(call.run)
+    call.queue.wait()
+
+
+def sample_flushed(call: Call, num_calls: int, flush: Flush = "write") -> Samples:
+    """`num_calls` calls, each after a flush of the L2."""
+    flush_queue = functools.partial(call.queue.flush, flush)
     try:
-        num_flush = len(_record([call.queue.flush], call.queue)) if flush else 0
-        steps = [call.queue.flush] if flush else []
-        steps.append(lambda: call.queue.launch(call.run))
-        activities = _record(steps * repeat, call.queue)
+        num_flush = _num_flush(call.queue, flush)
+        steps = [flush_queue, lambda: call.queue.launch(call.run)]
+        activities = _record(steps * num_calls, call.queue)
     except CuptiError as error:
-        return _host_timing(call, repeat, error)
-    counted, other = split(activities, repeat, num_flush, call.kernel)
-    return Timing(statistics.median(counted), statistics.median(other))
+        return _host_samples(call, num_calls, error)
+    return Samples(*split(activities, num_calls, num_flush, call.kernel))
 
 
-def measure_sustained(call: Call, seconds: float = 0.4) -> Timing:
-    """The mean over calls queued back to back for `seconds`: the card at its power limit."""
-    once = measure(call, repeat=3, flush=False)
-    num_calls = max(1, math.ceil(seconds * 1e6 / (once.us + once.other_us)))
-    with _SmClock() as clock:
-        try:
-            activities = _record([lambda: call.queue.launch(call.run)] * num_calls, call.queue)
-        except CuptiError as error:
-            return _host_timing(call, num_calls, error)
+def sample_chain(call: Call, num_calls: int) -> Samples:
+    """`num_calls` calls back to back, without a flush; says their span too."""
+    try:
+        activities = _record([lambda: call.queue.launch(call.run)] * num_calls, call.queue)
+    except CuptiError as error:
+        return _host_samples(call, num_calls, error)
+    span = max(a.end_ns for a in activities) - min(a.start_ns for a in activities)
     counted, other = split(activities, num_calls, 0, call.kernel)
-    return Timing(statistics.fmean(counted), statistics.fmean(other), sm_mhz=clock.mhz())
+    return Samples(counted, other, span_us=span / num_calls / 1e3)
+
+
+def sample_sustained(call: Call, num_calls: int, seconds: float = 0.7) -> Samples:
+    """The mean over calls queued back to back for `seconds`: the card at its power limit."""
+    del num_calls
+    once = sample_chain(call, 3)
+    us = once.span_us or statistics.median(once.us)
+    num = min(_MAX_CALLS, max(1, math.ceil(seconds * 1e6 / us)))
+    with SmClock() as clock, Energy() as energy:
+        many = sample_chain(call, num)
+    return dataclasses.replace(
+        many,
+        us=[statistics.fmean(many.us)],
+        other_us=[statistics.fmean(many.other_us)],
+        sm_mhz=clock.mhz(),
+        joules=energy.joules(num),
+    )
+
+
+def sample_nothing(call: Call, num_calls: int) -> Samples:
+    """Runs the call once more, and gives it any time."""
+    del num_calls
+    call.queue.launch(call.run)
+    call.queue.wait()
+    return Samples([1.0], timer="none")
 
 
 def split(
@@ -171,6 +141,19 @@ def split(
     return counted, other
 
 
+_flush_counts: dict[tuple[type[Queue], Flush], int] = {}
+
+
+def _num_flush(queue: Queue, flush: Flush) -> int:
+    """How many activities a flush is: the second one, because the first may set something up."""
+    key = type(queue), flush
+    if key not in _flush_counts:
+        queue.flush(flush)
+        queue.wait()
+        _flush_counts[key] = len(_record([functools.partial(queue.flush, flush)], queue))
+    return _flush_counts[key]
+
+
 def _record(steps: Sequence[Callable[[], None]], queue: Queue) -> list[Activity]:
     """What the device ran for the steps."""
     with cupti().record() as activities:
@@ -180,51 +163,11 @@ def _record(steps: Sequence[Callable[[], None]], queue: Queue) -> list[Activity]
     return activities
 
 
-def _warm_up(call: Call) -> None:
-    for _ in range(_NUM_WARMUP):
-        call.queue.launch(call.run)
-    call.queue.wait()
-
-
-def _host_timing(call: Call, num_calls: int, error: CuptiError) -> Timing:
+def _host_samples(call: Call, num_calls: int, error: CuptiError) -> Samples:
     """The host's clock over calls queued back to back."""
     warnings.warn(f"{error}; the host's clock is used instead", RuntimeWarning, stacklevel=3)
     start = time.perf_counter()
     for _ in range(num_calls):
         call.queue.launch(call.run)
     call.queue.wait()
-    return Timing((time.perf_counter() - start) / num_calls * 1e6, timer="host")
-
-
-class _SmClock(threading.Thread):
-    """Samples the SM clock inside a `with` block, where nvidia-ml-py is installed."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._samples: list[int] = []
-        self._done = threading.Event()
-
-    def __enter__(self) -> "_SmClock":
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self.join()
-
-    def run(self) -> None:
-        try:
-            import pynvml  # pyright: ignore[reportMissingImports]
-
-            pynvml.nvmlInit()
-            device = pynvml.nvmlDeviceGetHandleByIndex(0)
-            while not self._done.wait(0.02):
-                mhz = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
-                self._samples.append(mhz)
-        except Exception:  # NVML is an extra: without it the clock is not reported
-            return
-
-    def mhz(self) -> int | None:
-        """The median of the later half of the samples, or None."""
-        later = self._samples[len(self._samples) // 2 :]
-        return round(statistics.median(later)) if later else None
+    return Samples([(time.perf_counter() - start) / num_calls * 1e6], timer="host")

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import json
 import sys
 
@@ -9,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_clock import DEVICE, fake_time
+from fake_clock import DEVICE, fake_rounds, fake_sampler
 
 import benchmarks
 from benchmarks import cli, problem, report, run
 from benchmarks.case import tile_text
 from benchmarks.families import host, mlp, products
-from benchmarks.problem import Shape
-from benchmarks.reference import Reference, load_reference, summarise
+from benchmarks.footer import footer
+from benchmarks.problem import Shape, Work
+from benchmarks.shapes import draw_shapes, row_shapes
+from benchmarks.summary import summarise
 from benchmarks.tiles import parse_tile, with_tiles
-from benchmarks.timing import cupti, timer
+from benchmarks.timing import cupti, queues, rounds, timer
 from benchmarks.timing.cupti import Activity
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import tile_config
@@ -42,17 +45,25 @@ def test_bad_shapes_raise(text):
         problem.parse_shape(text, "dense")
 
 
-def test_default_rows_are_the_reference_rows():
-    reference = load_reference()
-    assert reference is not None
-    for family, sustained in (("dense", False), ("dense", True), ("wgrad", False)):
-        table = reference.tables[family + ("_sustained" if sustained else "")]
-        shapes = problem.default_shapes(family, sustained=sustained)
-        assert set(shapes) == {Shape(row["m"], row["n"], row["k"]) for row in table}
-    small = problem.default_shapes("dense", "small")
-    large = problem.default_shapes("dense", "large")
-    assert len(small) + len(large) == len(problem.default_shapes("dense"))
+def test_sets_of_rows():
+    small, large = row_shapes("dense", "small"), row_shapes("dense", "large")
+    assert len(small) + len(large) == len(row_shapes("dense")) == 42
     assert max(shape.m for shape in small) <= 512 and min(shape.m for shape in large) >= 1024
+    for family in ("dense", "ragged", "masked"):
+        held_out = row_shapes(family, "held-out")
+        assert held_out and len(set(held_out)) == len(held_out)
+    fitted = {shape for shape in row_shapes("dense") if shape != Shape(4096, 576, 7168)}
+    assert not fitted & set(row_shapes("dense", "held-out"))
+    assert row_shapes("wgrad", "held-out") == []
+
+
+def test_drawn_rows_are_the_same_every_time():
+    for family in ("dense", "ragged"):
+        shapes = draw_shapes(family, 20)
+        assert len(set(shapes)) == 20 and shapes == draw_shapes(family, 20)
+        assert shapes[:5] == draw_shapes(family, 5)
+        assert all(shape.n % 16 == 0 and shape.k % 16 == 0 for shape in shapes)
+    assert draw_shapes("masked", 3) == []
 
 
 def test_dense_floors():
@@ -120,26 +131,12 @@ def test_cupti_records_are_read_at_their_offsets():
     assert cupti.read_record(record.ctypes.data) is None
 
 
-def test_deepgemm_is_estimated_through_the_best_yardstick():
-    row = dict(m=16, n=2112, k=7168, deepgemm=12.0, cublaslt_tensorwise=10.0, bf16=15.0)
-    only_bf16 = dict(m=1, n=2112, k=7168, deepgemm=14.0, cublaslt_tensorwise=None, bf16=7.0)
-    wgrad = dict(m=256, n=256, k=256, deepgemm=100.0)
-    reference = Reference({"dense": [row, only_bf16], "wgrad": [wgrad]})
-    peers = {"cublaslt_tensorwise": 11.0, "torch_bf16": 14.0}
-    estimate = reference.deepgemm_us
-    assert estimate("dense", Shape(16, 2112, 7168), peers) == pytest.approx(13.2)
-    assert estimate("dense", Shape(1, 2112, 7168), peers) == pytest.approx(28)
-    assert estimate("dense", Shape(16, 2112, 7168), {"torch_bf16": 14.0}) is None
-    assert estimate("dense", Shape(7, 7, 7), peers) is None
-    assert estimate("wgrad", Shape(256, 256, 256), peers, machine=1.1) == pytest.approx(110)
-    assert reference.machine_factor({Shape(16, 2112, 7168): 11.0}) == pytest.approx(1.1)
-
-
 def test_summary_has_means_and_the_worst_row():
     ratios = {Shape(4096, 1, 1): 2.0, Shape(1024, 1, 1): 0.5, Shape(8, 1, 1): 1.5}
-    lines = summarise(ratios, "peer")
+    lines = summarise(ratios, "peer", noisy={Shape(1024, 1, 1)})
     assert lines[0] == (
-        "m >= 1024: 1.000x peer (geometric mean of 2 rows), worst 0.500x at 1024x1x1"
+        "m >= 1024: 1.000x peer (geometric mean of 2 rows, 0 of them slower for certain), "
+        "worst 0.500x at 1024x1x1"
     )
     assert lines[1].startswith("m <= 512: 1.500x peer")
 
@@ -149,20 +146,21 @@ def test_families_run_and_write_the_schema(family, tmp_path, capsys, monkeypatch
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # absent, also where it is installed
     shape = Shape(128, None if family == "quantize" else 128, 256)
     file = tmp_path / "rows.json"
-    options = run.Options(family, fake_time(4.0), ("xla", "deepgemm"), [file])
-    rows = run.run(family, products.cases(family, [shape]), options, DEVICE)
+    options = run.Options(fake_rounds(4.0), ("xla", "deepgemm"), [file], notes={"flush": "write"})
+    rows = run.run(family, products.cases(family, [shape]), options, DEVICE).rows
     document = json.loads(file.read_text())
-    assert list(document) == ["device", "date", "commit", "versions", "copy_gbps", "rows"]
+    head = ["device", "date", "commit", "dirty", "versions", "rounds", "calls", "seed"]
+    assert list(document) == [*head, "copy_gbps", "flush", "failed_rows", "rows"]
     assert document["device"] == "NVIDIA H200" and document["copy_gbps"] == 4270
     assert len(document["rows"]) == len(rows) == {"dense": 1, "wgrad": 2, "quantize": 5}[family]
     for row in document["rows"]:
-        keys = {"family", "m", "n", "k", "us", "tflops", "gbps", "config", "peers"}
+        keys = {"family", "m", "n", "k", "us", "tflops", "gbps", "config", "peers", "spread"}
         assert keys <= set(row)
         assert row["family"] == family and row["us"] == 4.0 and "deepgemm" not in row["peers"]
+        assert row["spread"] == [4.0, 4.0] and row["all_us"] == 4.5
+        assert ("deepgemm" in row["peers_absent"]) == (family != "quantize")
     printed = capsys.readouterr().out
-    assert ("deepgemm: not timed everywhere: ModuleNotFoundError" in printed) == (
-        family != "quantize"
-    )
+    assert ("deepgemm: absent in" in printed) == (family != "quantize")
 
 
 def test_mlp_runs_forward_and_backward():
@@ -178,20 +176,22 @@ def test_table_prints_ratios_over_ours():
         family="dense",
         labels={"m": 64, "n": 128, "k": 256},
         shape=Shape(64, 128, 256),
-        us=10.0,
-        tflops=1.0,
-        gbps=2.0,
+        work=Work(2 * 64 * 128 * 256, 1000),
         hbm_fraction=0.5,
         tensor_fraction=0.25,
         config="64x128",
-        peers={"xla_bf16": 15.0},
-        extra={"other_us": 0.0, "timer": "cupti"},
+        ours=rounds.Timing(10.0, (9.0, 11.0)),
+        peers={
+            "xla_bf16": rounds.Timing(15.0, (14.0, 15.5)),
+            "torch_bf16": rounds.Timing(10.5, (10.5, 11.5)),
+        },
     )
-    table = report.Table(["m", "n", "k"], ["xla_bf16", "deepgemm"])
-    assert "15.00 (1.50x)" in table.line(row) and " 50%" in table.line(row)
+    table = report.Table(["m", "n", "k"], ["xla_bf16", "torch_bf16", "deepgemm"])
+    assert "15.00 (1.50x) " in table.line(row) and " 50%" in table.line(row)
+    assert "10.50 (1.05x)~" in table.line(row)
     assert len(table.line(row)) == len(table.header())
-    host = dataclasses.replace(row, extra={"other_us": 0.0, "timer": "host"})
-    assert any("no CUPTI" in line for line in run._footer([host], DEVICE))
+    by_host = dataclasses.replace(row, ours=rounds.Timing(10.0, (9.0, 11.0), timer="host"))
+    assert any("no CUPTI" in line for line in footer([by_host], "GPU", 4000.0, 132))
 
 
 def test_results_go_to_a_folder_of_the_device():
@@ -211,7 +211,7 @@ def test_refuses_options_that_would_do_nothing(capsys):
     for arguments in (
         ["host", "--sustained"],
         ["matmul", "--shape", "1x2x3"],
-        ["moe", "--sustained"],
+        ["fsdp", "--sustained"],
     ):
         with pytest.raises(SystemExit):
             benchmarks.main(arguments)
@@ -223,20 +223,27 @@ def test_refuses_options_that_would_do_nothing(capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         benchmarks.main(["dense", "--peers", "cublas"])
-    assert "--peers must be of cublaslt_tensorwise" in capsys.readouterr().err
+    assert "--peers must be of deepgemm, cublaslt_tensorwise" in capsys.readouterr().err
 
 
 def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
-    times = iter([5.0, 10.0])  # ours, XLA's
-    monkeypatch.setattr(cli, "measure", lambda call, repeat: fake_time(next(times))(call))
+    clock = fake_sampler(5.0, 10.0)
+    monkeypatch.setattr(cli, "sample_flushed", lambda call, num, flush: clock(call, num))
     arguments = ["--shape", "1024x128x256", "--peers", "xla_bf16", "--save", str(tmp_path)]
     assert benchmarks.main(["dense", *arguments]) == 0
     (file,) = tmp_path.glob("*/dense.json")
     (row,) = json.loads(file.read_text())["rows"]
     assert row["us"] == 5.0 and row["peers"] == {"xla_bf16": 10.0}
+    assert row["peers_spread"] == {"xla_bf16": [10.0, 10.0]}
     assert "m >= 1024: 2.000x xla_bf16" in capsys.readouterr().out
+    # Now 6 us, and before 5.
+    clock = fake_sampler(6.0, 10.0)
+    assert benchmarks.main(["dense", *arguments[:-2], "--compare", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "slower: {" in printed and "5.00 -> 6.00 us (1.200x)" in printed
+    assert "1 slower and 0 faster by more than the noise of both" in printed
 
 
 def test_host_times_have_a_baseline(monkeypatch):
@@ -250,11 +257,16 @@ def test_host_times_have_a_baseline(monkeypatch):
 def test_cupti_times_jax_kernels():
     x = jnp.ones((1 << 28,), jnp.float32)  # 2 GiB moved: about 0.5 ms on an H200
     increment = jax.jit(lambda x: x + 1)
-    call = timer.Call(lambda: increment(x), timer.jax_queue())
-    timing = timer.measure(call, repeat=5)
+    call = timer.Call(lambda: increment(x), queues.jax_queue())
+    timing = rounds.measure(call)
     assert timing.timer == "cupti" and 300 < timing.us < 3000 and timing.other_us == 0
-    sustained = timer.measure_sustained(call, seconds=0.05)
-    assert sustained.timer == "cupti" and 0.5 < sustained.us / timing.us < 2
+    for sampler in (
+        functools.partial(timer.sample_flushed, flush="read"),
+        timer.sample_chain,
+        functools.partial(timer.sample_sustained, seconds=0.05),
+    ):
+        other = rounds.measure(call, sampler)
+        assert other.timer == "cupti" and 0.5 < other.us / timing.us < 2
 
 
 def test_tile_text_is_read_back():

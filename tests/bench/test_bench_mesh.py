@@ -14,6 +14,8 @@ import jax_fp8gemm
 from benchmarks import cli
 from benchmarks.families import expert_parallel, fsdp, mesh
 from benchmarks.timing import timer
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.rounds import Rounds, Timing, measure_rounds
 from jax_fp8gemm._runtime import extension
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
@@ -100,9 +102,14 @@ def test_layers_in_a_scan_train_as_in_bf16(two_devices):
 def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
-    monkeypatch.setattr(cli, "STACKS", (dataclasses.replace(TINY, sums="bf16"),))
+    monkeypatch.setattr(fsdp, "STACKS", (dataclasses.replace(TINY, sums="bf16"),))
     file = tmp_path / "fsdp.json"
-    assert benchmarks.main(["fsdp", "--no-peers", "--repeat", "1", "--json", str(file)]) == 0
+    assert (
+        benchmarks.main(
+            ["fsdp", "--no-peers", "--rounds", "1", "--calls", "1", "--json", str(file)]
+        )
+        == 0
+    )
     (row,) = json.loads(file.read_text())["rows"]
     assert row["name"] == "tiny" and row["gpus"] == 2 and row["timer"] == "wall"
     assert row["sums"] == "bf16"
@@ -157,12 +164,10 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
 def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
-    call = timer.Call(
-        lambda: np.zeros(()), timer.jax_queue(), moved_bytes={"all-gather f32": 10**7}
-    )
+    call = timer.Call(lambda: np.zeros(()), jax_queue(), moved_bytes={"all-gather f32": 10**7})
     monkeypatch.setattr(expert_parallel, "expert_parallel_call", lambda *args, **kwargs: call)
     file = tmp_path / "expert_parallel.json"
-    arguments = ["--repeat", "1", "--peers", "one_gpu", "--json", str(file)]
+    arguments = ["--rounds", "1", "--calls", "1", "--peers", "one_gpu", "--json", str(file)]
     assert benchmarks.main(["expert-parallel", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["mode"] for row in rows] == ["all_gather", "all_to_all", "ragged_all_to_all"]
@@ -170,7 +175,7 @@ def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path
         assert row["family"] == "expert_parallel" and row["gpus"] == 2 and row["timer"] == "wall"
         assert row["tokens"] == 8192 and list(row["peers"]) == ["one_gpu"]
     title = "moved by deepseek_v3 (tokens=8192, mode=all_gather), GB: "
-    assert f"{title}ours [all-gather f32 0.010], one " in capsys.readouterr().out
+    assert f"{title}ours [all-gather f32 0.010], one_gpu " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["fsdp", "expert-parallel"])
@@ -181,8 +186,9 @@ def test_refuses_one_device(family, monkeypatch, capsys):
     assert f"{family} needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out
 
 
-def test_steps_are_timed_after_the_first_sample():
+def test_steps_are_timed_after_a_warm_up():
     calls = []
-    call = timer.Call(lambda: calls.append(0) or np.zeros(()), timer.jax_queue(), max_repeat=2)
-    timing = mesh.measure_steps(call, repeat=20)
-    assert len(calls) == (1 + 2) * 3 and timing.timer == "wall" and timing.us > 0
+    call = timer.Call(lambda: calls.append(0) or np.zeros(()), jax_queue(), max_repeat=2)
+    timing = measure_rounds({"": call}, Rounds(20, 1, sampler=mesh.sample_steps))[""]
+    assert isinstance(timing, Timing) and timing.timer == "wall" and timing.us > 0
+    assert len(calls) == 2 + 2 * 3  # to warm up, and two samples

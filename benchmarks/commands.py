@@ -1,0 +1,26 @@
+"""What `python -m jax_fp8gemm bench` runs: a family, or one of the commands about all of them."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command == "stamp":
+        from benchmarks.provenance import write_stamp
+
+        print(write_stamp())
+        return 0
+    if command == "suite":
+        from benchmarks.suite import main as suite
+
+        return suite(arguments[1:])
+    if command == "warm-deepgemm":
+        from benchmarks.warm_deepgemm import main as warm
+
+        return warm(arguments[1:])
+    from benchmarks.cli import main as family
+
+    return family(arguments)

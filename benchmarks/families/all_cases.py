@@ -1,0 +1,31 @@
+"""Families by name, and the cases of each."""
+
+from collections.abc import Sequence
+
+from benchmarks.case import Case
+from benchmarks.families import expert_parallel, fsdp, mlp, moe
+from benchmarks.families.grouped import grouped_cases
+from benchmarks.families.products import cases
+from benchmarks.problem import GroupedShape, Shape
+
+GROUPED = ("ragged", "masked", "ragged-wgrad")
+TILED = ("dense", "wgrad", *GROUPED)
+LAYERS_OF_KERNELS = ("matmul", "moe")  # many kernels a call, all of which count
+MESH = ("fsdp", "expert-parallel")  # on all GPUs
+FAMILIES = (*TILED, "quantize", *LAYERS_OF_KERNELS, *MESH, "host")
+
+
+def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
+    """The cases of a family, of these shapes where it has none of its own."""
+    if family == "matmul":
+        return [mlp.mlp_case(mlp.LLAMA3_8B)]
+    if family == "moe":
+        return [moe.moe_case(layer) for layer in moe.LAYERS]
+    if family == "fsdp":
+        return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
+    if family == "expert-parallel":
+        return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3)
+    name = family.replace("-", "_")
+    if family in GROUPED:
+        return grouped_cases(name, [s for s in shapes if isinstance(s, GroupedShape)])
+    return cases(name, shapes)

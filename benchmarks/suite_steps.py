@@ -1,0 +1,87 @@
+"""The steps of each piece of the suite, and how long they are expected to take on an H200."""
+
+import dataclasses
+from collections.abc import Sequence
+
+_FEW_PEERS = "deepgemm,cublaslt_tensorwise,cublaslt_block,torch_bf16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command line of `bench`, and the seconds that it should take."""
+
+    name: str
+    seconds: int
+    arguments: Sequence[str]
+    is_saved: bool = True
+
+    def command(self, out: str) -> list[str]:
+        return [*self.arguments, *(["--save", out] if self.is_saved else [])]
+
+
+def _step(name: str, seconds: int, text: str, is_saved: bool = True) -> Step:
+    return Step(name, seconds, text.split(), is_saved)
+
+
+def _warm(name: str, seconds: int, tables: str) -> Step:
+    return _step(f"warm-{name}", seconds, f"warm-deepgemm {tables}", is_saved=False)
+
+
+PIECES: dict[str, list[Step]] = {
+    "1": [
+        _warm("products", 45, "dense wgrad ragged masked ragged-wgrad"),
+        _step("ragged", 70, "ragged"),
+        _step("masked", 15, "masked"),
+        _step("ragged-wgrad", 60, "ragged-wgrad"),
+        _step("wgrad", 25, "wgrad"),
+        _step("dense", 150, "dense"),
+        _step("quantize", 40, "quantize"),
+        _step("matmul", 15, "matmul"),
+        _step("moe", 90, "moe"),
+    ],
+    "2": [
+        _warm("held-out", 60, "dense:held-out ragged:held-out masked:held-out dense:short"),
+        _step("dense-held-out", 90, f"dense --rows held-out --peers {_FEW_PEERS},xla_fp8"),
+        _step("ragged-held-out", 70, f"ragged --rows held-out --peers {_FEW_PEERS}"),
+        _step("masked-held-out", 30, "masked --rows held-out"),
+        _step("flush-write", 12, f"dense --rows short --peers {_FEW_PEERS}"),
+        _step("flush-read", 12, f"dense --rows short --flush read --peers {_FEW_PEERS}"),
+        _step("host", 15, "host"),
+        _step("dense-sustained", 70, f"dense --sustained --peers {_FEW_PEERS}"),
+        _step("matmul-sustained", 20, "matmul --sustained"),
+        _step("moe-sustained", 60, "moe --sustained --peers tokamax"),
+        _step("ragged-sustained", 40, f"ragged --sustained --peers {_FEW_PEERS}"),
+    ],
+    "3": [
+        _warm("curves", 40, "dense:curve ragged:curve"),
+        _step("dense-curve", 40, f"dense --rows curve --peers {_FEW_PEERS}"),
+        _step("ragged-curve", 40, "ragged --rows curve --peers deepgemm,torch_bf16"),
+        _step("dense-regret", 90, "dense --rows held-out --regret --rounds 3 --calls 3"),
+        _warm("random", 60, "dense:random:100"),
+        _step("dense-random", 120, f"dense --rows random --random 100 --peers {_FEW_PEERS}"),
+        _step("ragged-regret", 60, "ragged --rows held-out --regret --rounds 3 --calls 3"),
+        _step("ragged-random", 60, "ragged --rows random --random 30 --peers torch_bf16"),
+        _step("ragged-wgrad-regret", 30, "ragged-wgrad --regret --rounds 3 --calls 3"),
+    ],
+}
+
+
+def smoke_piece(is_dry: bool) -> list[Step]:
+    """Tiny rows of every kind of step, to find out whether they begin and end.
+
+    is_dry: on any device, where nothing is timed.
+    """
+    once = "--dry-run" if is_dry else "--rounds 1 --calls 1"
+    warm = [] if is_dry else [_warm("smoke", 60, "dense:random:2 -j 2")]
+    return [
+        *warm,
+        _step("smoke-dense", 20, f"dense --shape 40x256x384 1x128x256 {once}"),
+        _step("smoke-regret", 60, f"dense --shape 128x256x256 --regret {once}"),
+        _step("smoke-ragged", 20, f"ragged --shape 3x40x256x384 {once}"),
+        _step("smoke-masked", 20, f"masked --shape 3x40x256x384 {once}"),
+        _step("smoke-wgrad", 20, f"wgrad --shape 128x256x256 {once}"),
+        _step("smoke-ragged-wgrad", 20, f"ragged-wgrad --shape 2x128x256x128 {once}"),
+        _step("smoke-quantize", 20, f"quantize --shape 256x384 {once}"),
+        _step("smoke-sustained", 20, f"dense --shape 128x128x256 --sustained {once}"),
+        _step("smoke-flush", 20, f"dense --shape 16x128x256 --flush read {once}"),
+    ]

@@ -1,0 +1,96 @@
+"""The suite of benchmarks: its steps, what it remembers, and that every kind of step runs."""
+
+import json
+
+import pytest
+
+import benchmarks
+from benchmarks import cli, suite, warm_deepgemm
+from benchmarks.suite_steps import PIECES, Step, smoke_piece
+
+pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_steps_are_command_lines_that_fit(piece):
+    steps = PIECES[piece]
+    assert sum(step.seconds for step in steps) <= 540
+    assert len({step.name for steps in PIECES.values() for step in steps}) == sum(
+        map(len, PIECES.values())
+    )
+    for step in steps:
+        if step.arguments[0] == "warm-deepgemm":
+            for table in step.arguments[1:]:
+                family, shapes = warm_deepgemm._table(table)
+                assert shapes, table
+            continue
+        arguments = cli._parser().parse_args(step.command("folder"))
+        assert arguments.save == "folder"
+        cli._check(arguments)
+        assert cli._shapes(arguments) or arguments.family in ("matmul", "moe", "host")
+
+
+def test_results_of_a_suite_have_names_of_their_own():
+    commands = [step.command("f") for steps in PIECES.values() for step in steps if step.is_saved]
+    tables = [cli._table(cli._parser().parse_args(command)) for command in commands]
+    assert len(set(tables)) == len(tables)
+
+
+@pytest.mark.parametrize("step", smoke_piece(is_dry=True), ids=lambda step: step.name)
+def test_every_kind_of_step_runs(step, tmp_path):
+    if step.name == "smoke-regret":
+        pytest.skip(
+            "compiles a program for every tile config: test_every_case_runs_with_every_tile"
+        )
+    assert benchmarks.main(step.command(str(tmp_path))) == 0
+    (file,) = tmp_path.glob("*/*.json")
+    content = json.loads(file.read_text())
+    assert content["rows"] and content["dry_run"] and not content["failed_rows"]
+
+
+def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
+    from benchmarks import commands
+
+    ran = []
+
+    def bench(arguments):
+        ran.append(arguments[0])
+        if arguments[0] == "b":
+            raise RuntimeError("no memory")
+        return 0
+
+    monkeypatch.setattr(commands, "main", bench)
+    steps = [Step(name, 1, [name]) for name in "abc"]
+    state = suite.State(tmp_path)
+    state.set(steps[0], "done", 3.0)
+    suite.run_steps(steps, state, "out")
+    assert ran == ["b", "c"]
+    assert [state.get(step)[0] for step in steps] == ["done", "failed", "done"]
+    assert "RuntimeError: no memory" in state.log(steps[1]).read_text()
+    assert suite.report(steps, state) == 1
+    assert "failed" in capsys.readouterr().out
+    state.forget(steps[1:2])
+    monkeypatch.setenv("BENCH_SUITE_END", "0")
+    suite.run_steps(steps, state, "out")
+    assert ran == ["b", "c"] and state.get(steps[1])[0] == ""
+
+
+def test_deepgemm_is_compiled_by_shares(monkeypatch):
+    rows = []
+
+    class Queue:
+        launch = staticmethod(lambda run: rows.append(run()))
+        wait = staticmethod(lambda: None)
+
+    class Call:
+        def __init__(self, i):
+            self.queue, self.run = Queue, lambda: i
+
+    class Case:
+        def __init__(self, i):
+            self.labels = {"accumulate": i != 3}
+            self.peers = {"deepgemm": lambda: Call(i)}
+
+    monkeypatch.setattr(warm_deepgemm, "cases_of", lambda *table: [Case(i) for i in range(6)])
+    assert [warm_deepgemm.compile_share(["dense"], i, 2) for i in range(2)] == [0, 0]
+    assert sorted(rows) == [0, 1, 2, 4, 5]
