@@ -1,6 +1,6 @@
 """What a results file was measured with: the commit of the sources, and the versions of the rest.
 
-A checkout's own git says the commit. Where the sources travel without git, a stamp that
+A checkout's own git says the commit. Where the sources travel without their git, a stamp that
 `python -m benchmarks stamp` wrote before says it, if the sources are still those of the stamp.
 """
 
@@ -30,8 +30,15 @@ _LIBRARIES = {
 
 
 def source_commit() -> dict[str, Any]:
-    """{"commit", "dirty"}: of git, else of the stamp; "unknown" and None where neither knows."""
-    return _git_commit() or _stamped_commit() or {"commit": "unknown", "dirty": None}
+    """{"commit", "dirty"}: of a git without changes, else of the stamp, else of git as it is.
+
+    "unknown" and None where neither knows. A copy may come with a git that is older than its files:
+    that git sees changes, while the stamp has the hash of these very files.
+    """
+    of_git = _git_commit()
+    if of_git and not of_git["dirty"]:
+        return of_git
+    return _stamped_commit() or of_git or {"commit": "unknown", "dirty": None}
 
 
 def write_stamp() -> dict[str, Any]:

@@ -7,6 +7,8 @@ import pytest
 
 import benchmarks
 from benchmarks import provenance
+from benchmarks.peers import AbsentError, xla_dense
+from benchmarks.problem import Shape
 
 
 @pytest.fixture
@@ -44,6 +46,20 @@ def test_a_stamp_says_it_without_git(checkout):
         provenance.write_stamp()
 
 
+def test_a_stamp_says_it_beside_a_git_that_is_older(checkout):
+    (checkout / "jax_fp8gemm" / "a.py").write_text("a = 2\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in ([*identity, "commit", "-qam", "b"], ["rev-parse", "--short=12", "HEAD"]):
+        command = ["git", "-C", str(checkout), *command]
+        newest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    provenance.write_stamp()
+    subprocess.run(["git", "-C", str(checkout), "reset", "-q", "--soft", "HEAD~1"], check=True)
+    assert provenance.source_commit() == {"commit": newest, "dirty": False}
+    (checkout / "jax_fp8gemm" / "a.py").write_text("a = 3\n")
+    found = provenance.source_commit()
+    assert found["dirty"] is True and found["commit"] != newest
+
+
 def test_a_stamp_keeps_that_there_were_changes(checkout):
     (checkout / "ffi" / "gemm.cc").write_text("")
     assert provenance.write_stamp()["dirty"] is True
@@ -58,6 +74,11 @@ def test_kept_results_need_a_clean_commit(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         benchmarks.main(["dense", "--save", str(provenance.ROOT / cli.RESULTS)])
     assert "--save needs the sources of one commit, without changes" in capsys.readouterr().err
+
+
+def test_xla_is_not_asked_for_what_it_compiles_for_minutes():
+    with pytest.raises(AbsentError, match="XLA's autotuning takes minutes above 3.0e"):
+        xla_dense.xla_fp8(Shape(4096, 7168, 16384), is_1d1d=False)
 
 
 def test_versions_are_those_of_what_is_installed(tmp_path, monkeypatch):
