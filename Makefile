@@ -1,7 +1,7 @@
 # make demo | test | gpu-test | fuzz | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
 #   make fuzz-ffi         random calls for longer, on a fake driver (FUZZ, SEED)
 #   make tsan             its threads under ThreadSanitizer
-#   make coverage         lines of ffi/*.cc that CPU tests execute
+#   make coverage         lines of ffi/ that CPU tests execute
 #   make golden-launches  writes the launches that tests compare with
 # make conformance: other projects' tests on our products, in a virtual environment of its own.
 #
@@ -31,8 +31,8 @@ INSTALL = $(PIP) install -q --no-compile
 # Not --system-site-packages: PYTHON may itself belong to a virtual environment.
 PRINT_PACKAGES = import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")
 PRINT_PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
-CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h)
-CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh)
+CPP_SOURCES = $(wildcard ffi/*.cc ffi/*.h ffi/*/*.cc ffi/*/*.h)
+CUDA_SOURCES = $(wildcard ffi/cuda/*.cuh ffi/cuda/*/*.cuh)
 HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py -s $(PYTEST_FLAGS)

@@ -144,7 +144,7 @@ inline std::string ShapeText(const ffi::AnyBuffer& buffer) {
   FFI_ASSIGN_OR_RETURN_IMPL_(FFI_CONCAT_(result_or_, __LINE__), lhs, expr)
 
 // Returns an Internal error with the expression, file:line and the driver's words if `expr`, a
-// CUresult, is not CUDA_SUCCESS. Needs driver.h.
+// CUresult, is not CUDA_SUCCESS. Needs driver/driver.h.
 #define CU_RETURN_IF_ERROR(expr)                                           \
   do {                                                                     \
     ::jax_fp8gemm::CUresult result_ = (expr);                              \

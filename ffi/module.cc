@@ -9,17 +9,17 @@
 #include <string>
 #include <utility>
 
-#include "driver.h"
+#include "driver/driver.h"
 #include "errors.h"
-#include "gemm.h"
-#include "grouped_gemm.h"
-#include "grouped_wgrad.h"
-#include "jit.h"
-#include "nvrtc_use.h"
+#include "gemm/gemm.h"
+#include "gemm/grouped_gemm.h"
+#include "gemm/grouped_wgrad.h"
+#include "jit/jit.h"
+#include "jit/nvrtc_use.h"
+#include "jit/trusted_folder.h"
 #include "python.h"
-#include "quantize.h"
-#include "quantize_config.h"
-#include "trusted_folder.h"
+#include "quantize/quantize.h"
+#include "quantize/quantize_config.h"
 #include "utf8.h"
 
 namespace nb = nanobind;

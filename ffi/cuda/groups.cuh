@@ -5,7 +5,7 @@
 // form (rows_per_group > 0) group i is the first group_sizes[i] of its own rows_per_group rows.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/ptx.cuh"
 
 namespace jax_fp8gemm {
 

@@ -1,6 +1,6 @@
 """The configs of the quantise kernels: the attribute of one call, and the list of all.
 
-The order of names is that of the numbers in ffi/quantize_config.h.
+The order of names is that of the numbers in ffi/quantize/quantize_config.h.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tests/ffi_harness/builder.py plain|asan|tsan|coverage   prints the folder of a variant
 
-All of ffi/*.cc but module.cc is compiled into the harness itself, against the FFI headers of the
+All of ffi/ but module.cc is compiled into the harness itself, against the FFI headers of the
 installed jaxlib. What is up to date is not compiled again.
 """
 
@@ -54,7 +54,7 @@ def missing_tool(variant: str) -> str | None:
 
 def build(variant: str) -> Path:
     """Builds a variant. Returns its folder, which has `harness` and the fakes."""
-    ffi = [path for path in FFI.glob("*.cc") if path.name != "module.cc"]
+    ffi = [path for path in FFI.rglob("*.cc") if path.name != "module.cc"]
     harness = [path for path in FOLDER.glob("*.cc") if path.stem not in _NOT_HARNESS]
     fakes = [FOLDER / f"{name}.cc" for name in sum(_FAKES.values(), ())]
     folder = variant_folder(variant)
@@ -104,9 +104,9 @@ def compile_all(
 
     has_prefix: they include XLA's headers, which are most of the work of each: compiled once.
     """
-    headers = [*FFI.glob("*.h"), *FOLDER.glob("*.h"), Path(__file__)]
+    headers = [*FFI.rglob("*.h"), *FOLDER.glob("*.h"), Path(__file__)]
     newest_header = max(path.stat().st_mtime for path in headers)
-    objects = {path: folder / f"{path.parent.name}-{path.stem}.o" for path in sources}
+    objects = {path: object_file(path, folder) for path in sources}
     is_stale = lambda path: (
         not objects[path].exists()
         or objects[path].stat().st_mtime < max(newest_header, path.stat().st_mtime)
@@ -120,6 +120,11 @@ def compile_all(
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, stale))
     return objects
+
+
+def object_file(source: Path, folder: Path) -> Path:
+    """Where compile_all puts the object of a source."""
+    return folder / f"{source.parent.name}-{source.stem}.o"
 
 
 def _compile_prefix(folder: Path, flags: list[str]) -> list:

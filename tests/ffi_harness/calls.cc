@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "fake_nvrtc.h"
-#include "jit.h"
+#include "jit/jit.h"
 #include "launch_checks.h"
 
 namespace harness {

@@ -6,10 +6,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "gemm.h"
-#include "grouped_gemm.h"
-#include "grouped_wgrad.h"
-#include "quantize.h"
+#include "gemm/gemm.h"
+#include "gemm/grouped_gemm.h"
+#include "gemm/grouped_wgrad.h"
+#include "quantize/quantize.h"
 
 namespace harness {
 

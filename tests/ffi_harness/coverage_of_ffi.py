@@ -1,4 +1,4 @@
-"""Prints the lines of ffi/*.cc that CPU tests execute; see `make coverage`.
+"""Prints the lines of ffi/ that CPU tests execute; see `make coverage`.
 
 Builds the harness and the extension with --coverage, runs the harness and the tests that use the
 extension, and adds both up with gcovr.
@@ -41,7 +41,11 @@ def build_extension() -> Path:
     ]
     sources = [builder.FFI / "module.cc", root / "src" / "nb_combined.cpp"]
     objects = builder.compile_all(sources, folder, flags, has_prefix=False)
-    handlers = [folder / f"ffi-{p.stem}.o" for p in builder.FFI.glob("*.cc") if p != sources[0]]
+    handlers = [
+        builder.object_file(path, folder)
+        for path in builder.FFI.rglob("*.cc")
+        if path != sources[0]
+    ]
     target = folder / "_ext.so"
     builder.link(target, ["-shared", *objects.values(), *handlers, "-ldl"], "coverage")
     return target

@@ -1,7 +1,7 @@
 // layout_list.h for the device: compiling it, by NVRTC with the options of the kernels, is the
 // check.
 
-// The quantiser that quantize.cuh defines here: one that prefetches.
+// The quantiser that quantize/quantize.cuh defines here: one that prefetches.
 struct Config {
   static constexpr int kMode = 0, kInput = 0, kSource = 1;
   static constexpr bool kE5M2 = false, kPow2Scale = false, kIsRagged = false;
@@ -18,8 +18,8 @@ struct GemmExample {
 
 #define JAX_FP8GEMM_KERNEL device_layout
 #define JAX_FP8GEMM_SMEM_BYTES 232448
-#include "quantize.cuh"
-#include "tile.cuh"
+#include "gemm/tile.cuh"
+#include "quantize/quantize.cuh"
 
 // A structured binding must name each member.
 #define STRUCT(type, bytes, alignment, ...)  \

@@ -1,8 +1,8 @@
 // A libcuda.so.1 without a GPU: what the harness can tell it, and what it has seen.
 //
-// It answers the driver calls of ffi/driver.h, refuses what a driver would refuse (driver_rules.h)
-// and remembers every launch. The harness links it; jax_fp8gemm opens it with dlopen, as it opens
-// the real one. All functions are thread-safe.
+// It answers the driver calls of ffi/driver/driver.h, refuses what a driver would refuse
+// (driver_rules.h) and remembers every launch. The harness links it; jax_fp8gemm opens it with
+// dlopen, as it opens the real one. All functions are thread-safe.
 
 #ifndef JAX_FP8GEMM_TESTS_FAKE_DRIVER_H_
 #define JAX_FP8GEMM_TESTS_FAKE_DRIVER_H_

@@ -14,7 +14,8 @@
 
 namespace fake {
 
-// Of CUresult. The fake driver has numbers of its own, so that a wrong one in ffi/driver.h shows.
+// Of CUresult. The fake driver has numbers of its own, so that a wrong one in ffi/driver/driver.h
+// shows.
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400,
               kNotFound = 500;
 

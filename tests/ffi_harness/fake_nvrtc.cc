@@ -74,7 +74,7 @@ struct _nvrtcProgram {
       log = "error: cannot open source file " + header + "\n";
       return false;
     }
-    const bool is_gemm = header == "\"gemm.cuh\"";
+    const bool is_gemm = header == "\"gemm/gemm.cuh\"";
     const int num_warpgroups = NumberBehind(text, "kNumConsumers = ") + 1;
     const bool is_row = NumberBehind(text, "kMode = ") == 0;
     const int threads = is_gemm ? 128 * num_warpgroups : is_row ? 128 : 256;

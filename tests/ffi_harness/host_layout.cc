@@ -2,8 +2,8 @@
 
 #include <cstddef>
 
-#include "gemm_launch.h"
-#include "quantize_params.h"
+#include "gemm/gemm_launch.h"
+#include "quantize/quantize_params.h"
 
 // A structured binding must name each member.
 #define STRUCT(type, bytes, alignment, ...)  \

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gemm_launch.h"
-#include "quantize_params.h"
+#include "gemm/gemm_launch.h"
+#include "quantize/quantize_params.h"
 
 namespace harness {
 namespace {

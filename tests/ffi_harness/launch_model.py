@@ -1,8 +1,8 @@
 """What the device must be told in a launch, derived from shapes and config alone.
 
-Independent of ffi/: tensor maps from the layouts that ffi/*.h state for the operands, the grid of a
-GEMM from persistent CTAs over tiles, that of a quantiser from the units of a CTA. What is left to
-golden_launches.json: the kernel's name, raster, first_part and shared memory of a GEMM.
+Independent of ffi/: tensor maps from the layouts that its headers state for the operands, the grid
+of a GEMM from persistent CTAs over tiles, that of a quantiser from the units of a CTA. What is left
+to golden_launches.json: the kernel's name, raster, first_part and shared memory of a GEMM.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 #include "calls.h"
 #include "commands.h"
-#include "gemm_launch.h"
+#include "gemm/gemm_launch.h"
 #include "launch_checks.h"
-#include "quantize_params.h"
+#include "quantize/quantize_params.h"
 
 namespace harness {
 namespace {

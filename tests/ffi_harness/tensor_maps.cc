@@ -2,9 +2,9 @@
 
 #include "calls.h"
 #include "commands.h"
+#include "driver/tensor_map.h"
 #include "driver_rules.h"
 #include "mutations.h"
-#include "tensor_map.h"
 
 namespace harness {
 namespace {

@@ -7,7 +7,7 @@
 #include "calls.h"
 #include "commands.h"
 #include "fake_nvrtc.h"
-#include "jit.h"
+#include "jit/jit.h"
 
 namespace harness {
 namespace {

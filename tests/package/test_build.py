@@ -42,21 +42,40 @@ def test_every_file_that_bazel_names_exists():
 
 def test_cmake_and_bazel_build_every_source():
     targets = _bazel_targets()
-    sources = {path.name for path in (_ROOT / "ffi").glob("*.cc")}
-    headers = {path.name for path in (_ROOT / "ffi").glob("*.h")}
-    bazel = {
-        Path(file).name for name in ("jax_fp8gemm/_ext", "ffi") for file in targets[name]["srcs"]
-    }
+    ffi = _ROOT / "ffi"
+    in_ffi = lambda pattern: {str(path.relative_to(ffi)) for path in ffi.rglob(pattern)}
+    of_bazel = lambda files: {str(Path(file).relative_to("ffi")) for file in files}
+    sources = in_ffi("*.cc")
+    bazel = of_bazel(targets["jax_fp8gemm/_ext"]["srcs"] + targets["ffi"]["srcs"])
     cmake = (_ROOT / "ffi" / "CMakeLists.txt").read_text()
     module = re.findall(r"nanobind_add_module\((.*?)\)", cmake, re.DOTALL)[0]
     assert bazel == sources
-    assert set(re.findall(r"\w+\.cc", module)) == sources
-    assert {Path(file).name for file in targets["ffi"]["hdrs"]} == headers
+    assert set(re.findall(r"[\w/]+\.cc", module)) == sources
+    assert of_bazel(targets["ffi"]["hdrs"]) == in_ffi("*.h")
 
 
 def test_kernel_sources_include_nothing_but_each_other():
     cuda = _ROOT / "ffi" / "cuda"
-    names = {path.name for path in cuda.glob("*.cuh")}
-    for path in cuda.glob("*.cuh"):
-        included = re.findall(r'#\s*include\s*[<"](.*?)[>"]', path.read_text())
-        assert set(included) <= names, path.name
+    names = {str(path.relative_to(cuda)) for path in cuda.rglob("*.cuh")}
+    assert {"groups.cuh", "gemm/gemm.cuh", "quantize/quantize.cuh", "ptx/ptx.cuh"} <= names
+    for name in names:
+        included = re.findall(r'#\s*include\s*[<"](.*?)[>"]', (cuda / name).read_text())
+        assert set(included) <= names, name
+
+
+def test_bazel_and_cmake_package_every_kernel_source():
+    cuda = _ROOT / "ffi" / "cuda"
+    sources = {str(path.relative_to(_ROOT)) for path in cuda.rglob("*.cuh")}
+    assert set(_bazel_targets()["kernel_sources"]["srcs"]) == sources
+    # A DIRECTORY is installed with its sub-folders.
+    rule = 'install(DIRECTORY cuda/ DESTINATION jax_fp8gemm/cuda FILES_MATCHING PATTERN "*.cuh")'
+    assert rule in (_ROOT / "ffi" / "CMakeLists.txt").read_text()
+
+
+@pytest.mark.parametrize("variable, suffixes", [("CPP", (".cc", ".h")), ("CUDA", (".cuh",))])
+def test_make_checks_the_format_of_every_source(variable, suffixes):
+    makefile = (_ROOT / "Makefile").read_text()
+    (patterns,) = re.findall(rf"^{variable}_SOURCES = \$\(wildcard (.*)\)$", makefile, re.MULTILINE)
+    matched = {path for pattern in patterns.split() for path in _ROOT.glob(pattern)}
+    ffi = {path for path in (_ROOT / "ffi").rglob("*") if path.suffix in suffixes}
+    assert matched == ffi

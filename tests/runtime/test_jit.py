@@ -141,11 +141,41 @@ def test_a_changed_source_is_another_entry(cache_dir, tmp_path):
     source_dir = tmp_path / "cuda"
     shutil.copytree(environment.source_dir(), source_dir)
     for edit in ("\n// changed\n", "\n// changed again\n"):
-        with open(source_dir / "quantize.cuh", "a") as file:
+        with open(source_dir / "quantize" / "quantize.cuh", "a") as file:
             file.write(edit)
         _configure(cache_dir, source_dir=source_dir)
         assert not _compile()["from_disk"]
     assert len(list(cache_dir.iterdir())) == 3
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "rename", "move", "exchange"])
+def test_other_source_files_are_another_entry(cache_dir, tmp_path, change):
+    """Files that no kernel includes: the key knows all that a kernel could include."""
+    source_dir = tmp_path / "cuda"
+    shutil.copytree(environment.source_dir(), source_dir)
+    first, second = source_dir / "quantize" / "first.cuh", source_dir / "ptx" / "second.cuh"
+    first.write_text("// first\n")
+    second.write_text("// second\n")
+    _configure(cache_dir, source_dir=source_dir)
+    cold = _compile()
+    assert not cold["from_disk"]
+    _configure(cache_dir, source_dir=source_dir)
+    assert _compile() == {**cold, "from_disk": True}
+
+    if change == "add":
+        (source_dir / "gemm" / "third.cuh").write_text("// third\n")
+    elif change == "remove":
+        first.unlink()
+    elif change == "rename":
+        first.rename(first.with_name("other.cuh"))
+    elif change == "move":
+        first.rename(source_dir / "ptx" / first.name)
+    else:
+        first.write_text("// second\n")
+        second.write_text("// first\n")
+    _configure(cache_dir, source_dir=source_dir)
+    assert _compile() == cold
+    assert len(list(cache_dir.iterdir())) == 2
 
 
 def test_an_unwritable_cache_is_warned_of_once(tmp_path, capfd):
@@ -214,8 +244,8 @@ def test_debug_and_dump_say_what_was_compiled(cache_dir, tmp_path, capfd):
 
 def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_path):
     source_dir = tmp_path / "cuda"
-    source_dir.mkdir()
-    (source_dir / "quantize.cuh").write_text("this is not CUDA")
+    (source_dir / "quantize").mkdir(parents=True)
+    (source_dir / "quantize" / "quantize.cuh").write_text("this is not CUDA")
     _configure(cache_dir, source_dir=source_dir)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cannot compile .*\n.*quantize\.cuh\(1\): error"):

@@ -1,0 +1,159 @@
+// What one consumer warpgroup does with a k-block: reads its scales, queues its batches on the
+// tensor cores, promotes them, and gives the stage back. main_loop.cuh says in which order.
+#pragma once
+
+#include "gemm/pipeline.cuh"
+#include "gemm/scales.cuh"
+#include "gemm/tile.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config>
+struct Batches {
+  using Tile = jax_fp8gemm::Tile<Config>;
+  using SharedStorage = typename Tile::SharedStorage;
+
+  // What the batches of one k-block need from it besides the operands.
+  struct KBlock {
+    uint32_t stage;
+    // Of this thread's rows, 16 warp + lane / 4 and + 8, in each 64; in 1d2d times the scale of
+    // each column block.
+    float scale[Tile::kNumColumnBlocks][Tile::kMSubs][2];
+  };
+
+  const GemmParams& params;
+  SharedStorage& shared;
+  const int consumer, warp, lane;
+  const int first_row;                // in the tile, of this thread
+  const uint32_t lhs_tile, rhs_tile;  // descriptors of this consumer's operands in stage 0
+
+  int num_k_blocks;    // of the tile
+  uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
+  RingCursor<Config::kNumStages> ring;
+  KBlock blocks[Tile::kGroup];
+  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
+  float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
+  float accum[Config::kNumAccums][Tile::kSubRegs];
+  float promoted[Tile::kMSubs][Config::kBlockN / 2];
+
+  // NOTE: the shuffle of first_row keeps ptxas from computing it anew in every k-block.
+  __device__ __forceinline__ Batches(const GemmParams& params, SharedStorage& shared, int consumer)
+      : params(params),
+        shared(shared),
+        consumer(consumer),
+        warp(thread_index() / 32 % 4),
+        lane(thread_index() % 32),
+        first_row(__shfl_sync(0xffffffff, consumer * Tile::kRows + warp * 16 + lane / 4, lane)),
+        lhs_tile(wgmma_descriptor(shared.lhs) +
+                 __shfl_sync(0xffffffff, consumer, 0) * (Tile::kRows * Tile::kScaleBlock / 16)),
+        rhs_tile(wgmma_descriptor(shared.rhs)),
+        num_k_blocks(ceil_div(params.k, 128)) {}
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int mi = 0; mi < Tile::kMSubs; ++mi) {
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN / 2; ++i) promoted[mi][i] = 0.f;
+    }
+  }
+
+  // For the next k-block.
+  __device__ __forceinline__ void wait() { mbarrier_wait(&shared.full[ring.stage], ring.phase); }
+  __device__ __forceinline__ bool is_ready() {
+    return mbarrier_test(&shared.full[ring.stage], ring.phase);
+  }
+
+  // Waits for the next k-block, reads its scales and moves on.
+  __device__ __forceinline__ void prepare(KBlock& block) {
+    wait();
+    read_scales(block);
+    advance();
+  }
+
+  // Moves on to the next k-block, whose row scales lie lhs_rows further on in memory. NOTE: pinned
+  // here, well before they are read, and per lane: 1d1d took 6-12 % longer without.
+  __device__ __forceinline__ void advance() {
+    ring.advance();
+    scale_row = first_row + (scale_row - first_row + uint32_t(params.lhs_rows)) % 4;
+    asm volatile("" : "+r"(scale_row));
+  }
+
+  // Reads the scales of the k-block in the current stage and points the descriptors at it.
+  __device__ __forceinline__ void read_scales(KBlock& block) {
+    block.stage = ring.stage;
+    lhs_stage = lhs_tile + ring.stage * (Tile::kLhsBytes / 16);
+    rhs_stage = rhs_tile + ring.stage * (Tile::kRhsBytes / 16);
+#pragma unroll
+    for (int mi = 0; mi < Tile::kMSubs; ++mi) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
+#pragma unroll
+        for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
+          block.scale[i][mi][half] =
+              Config::kIs1d1d ? lhs_scale : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
+        }
+      }
+    }
+  }
+
+  // Queues one batch on the tensor cores.
+  __device__ __forceinline__ void issue(int batch) {
+    const int sub = batch % Tile::kSubs;
+    const uint32_t lhs = lhs_stage + sub % Tile::kMSubs * 512;
+    const uint32_t rhs = rhs_stage + sub / Tile::kMSubs * (Config::kSubN * 8);
+    multiply_k_block<Config::kSubN>(accum[batch % Config::kNumAccums], lhs, rhs);
+  }
+
+  // Promotes one finished batch; gives the stage back with the last one of a k-block.
+  __device__ __forceinline__ void finish(int batch, int boundary) {
+    if constexpr (!Tile::kReadColumnsEarly) read_columns(batch);
+    if (batch % Tile::kSubs == Tile::kSubs - 1) release(blocks[batch / Tile::kSubs].stage);
+    promote(batch, boundary);
+  }
+
+  // Scales one finished batch and adds it to the sums.
+  __device__ __forceinline__ void promote(int batch, int boundary) {
+    const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
+    float (&d)[Tile::kSubRegs] = accum[batch % Config::kNumAccums];
+    float* sums = promoted[mi] + ni * Tile::kSubRegs;
+    const KBlock& block = blocks[batch / Tile::kSubs];
+    wgmma_pin(d);
+    if constexpr (Config::kIs1d1d) {
+      promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
+    } else if constexpr (Tile::kSplitSub) {
+      promote_1d2d_split(sums, d, block.scale[0][mi], block.scale[1][mi],
+                         boundary - ni * Config::kSubN);
+    } else {
+      const bool is_latter = Tile::kTwoBlocks && ni * Config::kSubN >= boundary;
+      promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
+    }
+  }
+
+  // 1d1d: reads the scales of this thread's columns of a batch, unless the batch before had them.
+  __device__ __forceinline__ void read_columns(int batch) {
+    const int sub = batch % Tile::kSubs, ni = sub / Tile::kMSubs;
+    if (!Config::kIs1d1d || sub % Tile::kMSubs > 0) return;
+    const float* scale = shared.rhs_scale[blocks[batch / Tile::kSubs].stage] + ni * Config::kSubN;
+#pragma unroll
+    for (int j = 0; j < Config::kSubN / 8; ++j) {
+      const float2 pair = *reinterpret_cast<const float2*>(&scale[8 * j + 2 * (lane % 4)]);
+      rhs_columns[2 * j] = pair.x;
+      rhs_columns[2 * j + 1] = pair.y;
+    }
+  }
+
+  // Tells the producer of every CTA that shares the stage that this warp is done with it.
+  __device__ __forceinline__ void release(uint32_t stage) {
+    Barrier* empty = &shared.empty[stage];
+    __syncwarp();  // every lane has read its scales
+    if constexpr (Config::kClusterSize == 1) {
+      if (lane == 0) mbarrier_arrive(empty);
+    } else {
+      if (lane < Config::kClusterSize) mbarrier_arrive_remote(empty, lane);
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm

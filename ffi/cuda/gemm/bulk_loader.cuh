@@ -1,0 +1,137 @@
+// The producer's first warp: loads operands and scales into the ring of stages.
+#pragma once
+
+#include "gemm/pipeline.cuh"
+#include "gemm/scales.cuh"
+#include "gemm/scheduler.cuh"
+#include "gemm/tile.cuh"
+#include "ptx/tma.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config, typename Scheduler>
+struct BulkLoader {
+  using Tile = jax_fp8gemm::Tile<Config>;
+  using Ring = RingCursor<Config::kNumStages>;
+
+  const GemmParams& params;
+  typename Tile::SharedStorage& shared;
+
+  // By one lane: everything that is copied in bulk. kIsAligned: lhs_rows is a multiple of 4, so
+  // that row scales have a tensor map. NOTE: what this lane does in a k-block costs, although it
+  // mostly waits: with a branch here large products took 2-5 % longer.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run() {
+    Scheduler scheduler(params, shared);
+    const uint32_t rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    Ring ring;
+    for (; scheduler.tile < scheduler.count(); scheduler.next()) {
+      const Work work = scheduler.locate(scheduler.tile);
+      if constexpr (Config::kAccumulate && Config::kNumSlabs > 0) {
+        const int late = max(work.num_k_blocks - kPrefetchAhead, 0);
+        load_k_blocks<kIsAligned>(work, 0, late, rank, ring);
+        prefetch_out(work);
+        load_k_blocks<kIsAligned>(work, late, work.num_k_blocks, rank, ring);
+      } else if (Config::kGrouping == kGroupedRows && count_parts(work) < kNumParts) {
+        load_k_blocks<kIsAligned, true>(work, 0, work.num_k_blocks, rank, ring);
+      } else {
+        load_k_blocks<kIsAligned>(work, 0, work.num_k_blocks, rank, ring);
+      }
+    }
+  }
+
+ private:
+  // k-blocks from the end of a tile at which its output is prefetched: early enough to arrive, late
+  // enough to stay.
+  static constexpr int kPrefetchAhead = 8;
+
+  // Parts of a tile's lhs, and those of them that a group's rows reach.
+  static constexpr int kPartBytes = Tile::kPartRows * Tile::kScaleBlock;
+  static constexpr int kNumParts = Config::kBlockM / Tile::kPartRows;
+  __device__ __forceinline__ static int count_parts(const Work& work) {
+    return ceil_div(work.row_end - work.row, Tile::kPartRows);
+  }
+
+  // Loads k-blocks first .. end-1 of a tile. kInParts: of lhs only the parts with rows of the
+  // group. What an earlier tile left behind them reaches only rows of the result that are not
+  // stored.
+  template <bool kIsAligned, bool kInParts = false>
+  __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
+                                                Ring& ring) const {
+    const int num_parts = count_parts(work);
+    const uint32_t lhs_bytes = kInParts ? num_parts * kPartBytes : Tile::kLhsBytes;
+#pragma unroll 1
+    for (int j = first; j < end; ++j) {
+      const int k_block = work.first_k_block + j;
+      Barrier* full = &shared.full[ring.stage];
+      mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      // The consumers read the stage's scales by ordinary loads: order those before the copies
+      // below. It suffices that the fence lies on the path from the reads to the write (PTX ISA,
+      // memory consistency model, causality order). NOTE: nobody waits here; in the consumers the
+      // same fence cost 2-5 %.
+      fence_proxy_async_shared();
+      uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
+      if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
+      mbarrier_arrive_expect_tx(
+          full, lhs_bytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
+      if constexpr (kInParts) {
+#pragma unroll 1
+        for (int part = 0; part < num_parts; ++part) {
+          tma_load_2d(&params.lhs_part, full, shared.lhs[ring.stage] + part * kPartBytes,
+                      k_block * Tile::kScaleBlock, work.lhs_row + part * Tile::kPartRows);
+        }
+      } else {
+        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
+                                                         k_block, work.lhs_row, rank);
+      }
+      load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
+                                                       k_block, work.rhs_row, rank);
+      if constexpr (kIsAligned) {
+        tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
+                    k_block);
+      } else {
+        row_scales(work, j).copy(full, shared.lhs_scale[ring.stage], params.lhs_scale);
+      }
+      if constexpr (Config::kIs1d1d) {
+        tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
+                    k_block);
+      }
+      ring.advance();
+    }
+  }
+
+  // Brings what the tile's sums are added to into the L2, where the additions are made.
+  __device__ __forceinline__ void prefetch_out(const Work& work) const {
+    constexpr int kSlabColumns = Tile::kSlabRowBytes / 4;  // kAccumulate: of f32
+#pragma unroll 1
+    for (int row = 0; row < Config::kBlockM; row += Tile::kSlabRows) {
+#pragma unroll 1
+      for (int column = 0; column < Config::kBlockN; column += kSlabColumns) {
+        tma_prefetch_2d(&params.out_map, work.column + column, work.row + row);
+      }
+    }
+  }
+
+  // k_block: of the tile.
+  __device__ __forceinline__ RowScales<Config::kBlockM> row_scales(const Work& work,
+                                                                   int k_block) const {
+    return {params.lhs_rows, ceil_div(params.k, 128), work.lhs_row, work.first_k_block + k_block};
+  }
+
+  // Loads a tile of 128-byte rows; if kShare CTAs share it, loads this CTA's part of it for all of
+  // them.
+  template <int kShare, int kBytes>
+  __device__ __forceinline__ static void load_operand(const TensorMap* map, Barrier* full,
+                                                      uint8_t* tile, int k_block, int row,
+                                                      uint32_t rank) {
+    if constexpr (kShare == 1) {
+      tma_load_2d(map, full, tile, k_block * Tile::kScaleBlock, row);
+    } else {
+      const int part = rank * (kBytes / kShare);
+      tma_load_2d_multicast(map, full, tile + part, k_block * Tile::kScaleBlock,
+                            row + part / Tile::kScaleBlock, (1 << kShare) - 1);
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm

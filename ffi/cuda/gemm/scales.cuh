@@ -1,0 +1,125 @@
+// Dequantisation scales in the consumers, and the promotion that applies them.
+//
+// The bits are a contract, the same in every config, for k-blocks in ascending order:
+//   1d2d: promoted = fma(lhs_scale * rhs_scale, accum, promoted)
+//   1d1d: promoted = fma(rhs_scale, lhs_scale * accum + 0, promoted)
+// with each product rounded; the 0 turns -0 into +0. NOTE: 1d1d has a product of scales for every
+// element. Scaling the accumulator twice needs no register for it, which took 3-10 % off the
+// kernel.
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+
+namespace jax_fp8gemm {
+
+// The scales of kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in
+// memory, as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of
+// rows or on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind
+// the start. Up to 3 floats at the end of the array are in no whole piece.
+template <int kCount>
+struct RowScales {
+  static constexpr int kWindow = kCount + 4;
+  uint32_t first, end;  // in memory, of the copied floats; the same where there are none
+  uint32_t total;       // less than 2^31
+
+  __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block)
+      : total(uint32_t(num_k_blocks) * num_rows) {
+    first = (uint32_t(k_block) * num_rows + row) / 4 * 4;
+    end = max(first, min(first + kWindow, total / 4 * 4));  // a tile may begin past the rows
+  }
+
+  __device__ __forceinline__ uint32_t bytes() const { return (end - first) * 4; }
+
+  __device__ __forceinline__ void copy(Barrier* barrier, float* smem, const float* scales) const {
+    if (end > first) bulk_load(barrier, smem, scales + first, bytes());
+  }
+
+  // Stores what the copy leaves out, by the lanes of a warp.
+  __device__ __forceinline__ void store_rest(float* smem, const float* scales, int lane) const {
+    const uint32_t i = end + lane;
+    if (i < min(first + kWindow, total)) smem[i - first] = scales[i];
+  }
+};
+
+// Whether some scales are in no whole piece.
+__device__ constexpr bool has_rest(int num_rows, int num_k_blocks) {
+  return (unsigned(num_rows) * unsigned(num_k_blocks)) % 4 != 0;
+}
+
+__device__ __forceinline__ uint32_t row_scale_shift(int num_rows, int row, int k_block) {
+  return (unsigned(k_block) * unsigned(num_rows) + unsigned(row)) % 4;
+}
+
+// The 1d2d scales of a tile's kNumBlocks column blocks, one per block and k-block, in one warp:
+// lane l holds those of k-block kChunk c + l of the current chunk c; the next chunk, or the next
+// tile's first, is loaded a chunk ahead.
+template <int kNumBlocks>
+struct BlockScales {
+  static constexpr int kChunk = 32;
+  float chunk[kNumBlocks], next_chunk[kNumBlocks];
+
+  // scales: rows of num_k_blocks; `row` is that of the tile's first column block, `column` its
+  // first column of n.
+  __device__ __forceinline__ void prefetch(const float* scales, int n, int num_k_blocks, int row,
+                                           int column, int first_k_block) {
+    const int k_block = first_k_block + threadIdx.x % kChunk;
+#pragma unroll
+    for (int i = 0; i < kNumBlocks; ++i) {
+      const bool is_inside = k_block < num_k_blocks && (column / 128 + i) * 128 < n;
+      next_chunk[i] = is_inside ? __ldg(scales + size_t(row + i) * num_k_blocks + k_block) : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+#pragma unroll
+    for (int i = 0; i < kNumBlocks; ++i) chunk[i] = next_chunk[i];
+  }
+};
+
+// Promotes the 64 x kN accumulators of one k-block, all columns under one rhs scale (1d2d). scale:
+// the products of the rhs scale with those of the thread's two rows.
+template <int kRegs>
+__device__ __forceinline__ void promote_1d2d(float* promoted, const float (&accum)[kRegs],
+                                             const float (&scale)[2]) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i) promoted[i] = __fmaf_rn(scale[i / 2 % 2], accum[i], promoted[i]);
+}
+
+// The same where column block boundaries fall inside: columns from `boundary` on are under the
+// latter scales.
+template <int kRegs>
+__device__ __forceinline__ void promote_1d2d_split(float* promoted, const float (&accum)[kRegs],
+                                                   const float (&former)[2],
+                                                   const float (&latter)[2], int boundary) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i) {
+    const float scale = i / 4 * 8 < boundary ? former[i / 2 % 2] : latter[i / 2 % 2];
+    promoted[i] = __fmaf_rn(scale, accum[i], promoted[i]);
+  }
+}
+
+// One scale a column (1d1d): rhs[2j + c] is that of column 8j + 2(l%4) + c. Overwrites accum.
+template <int kRegs>
+__device__ __forceinline__ void promote_1d1d(float* promoted, float (&accum)[kRegs],
+                                             const float (&lhs)[2], const float (&rhs)[kRegs / 2]) {
+  // NOTE: an FMA with a zero that the compiler cannot see through, in place of a multiplication:
+  // of FMAs ptxas lets every second one yield, of multiplications none, and 64 instructions of one
+  // warp back to back starve the tensor cores. Row by row, so that it reads the row's scale once
+  // for several products.
+  float zero;
+  asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int i = 0; i < kRegs; ++i) {
+      if (i / 2 % 2 == row) accum[i] = __fmaf_rn(lhs[row], accum[i], zero);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i) {
+    promoted[i] = __fmaf_rn(rhs[i / 4 * 2 + i % 2], accum[i], promoted[i]);
+  }
+}
+
+}  // namespace jax_fp8gemm

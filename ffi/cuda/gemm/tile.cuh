@@ -1,0 +1,120 @@
+// What follows from a config alone: sizes, the shared memory of a CTA, and what the kernel
+// supports.
+#pragma once
+
+#include "gemm/tile_queue.cuh"
+#include "groups.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace jax_fp8gemm {
+
+// Mirrors GemmParams in ffi/gemm/gemm_launch.h.
+struct GemmParams {
+  TensorMap lhs, rhs;
+  TensorMap lhs_part;       // groups of rows: boxes of kPartRows
+  TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
+  TensorMap rhs_scale_map;  // 1d1d
+  TensorMap out_map;        // kNumSlabs > 0
+  const float* lhs_scale;   // [k/128][m]
+  const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
+  const float* accum;       // kAccumulate: what the product is added to; the same memory as out
+  void* out;
+  int m, n, k;   // of one group; m of all where groups cut the rows
+  int lhs_rows;  // in memory
+  int raster;    // cluster tiles along m that follow each other, see locate_in_raster
+  int num_groups;
+  int rows_per_group;  // > 0: the masked form, see groups.cuh
+  const int* group_sizes;
+  const int* first_row;
+  int* next_tile;  // groups of rows: 0, for TileQueue
+  int first_part;  // Tile::kCutsLast: see DenseScheduler
+};
+
+struct Empty {};
+template <bool kCondition, typename Then, typename Else>
+struct Conditional {
+  using Type = Then;
+};
+template <typename Then, typename Else>
+struct Conditional<false, Then, Else> {
+  using Type = Else;
+};
+
+template <typename Config>
+struct Tile {
+  static constexpr int kScaleBlock = 128;
+  static constexpr int kRows =
+      Config::kBlockM / Config::kNumConsumers < 64 ? 64 : Config::kBlockM / Config::kNumConsumers;
+  static constexpr int kMSubs = kRows / 64;
+  static constexpr int kSubs =
+      kMSubs * (Config::kBlockN / Config::kSubN);  // batches of one k-block
+  static constexpr int kSubRegs = Config::kSubN / 2;
+  static constexpr int kAhead = Config::kNumAccums - 1;
+  // k-blocks of one loop trip: as few as make its batches a multiple of the accumulators.
+  static constexpr int kGroup = kSubs % Config::kNumAccums == 0 ? 1 : Config::kNumAccums;
+  // In 1d1d, whether the registers have room for the column scales of what is being multiplied, of
+  // one k-block and of one batch's columns; they are then read under the multiplication, not after
+  // it.
+  static constexpr bool kReadColumnsEarly =
+      Config::kIs1d1d && Config::kNumConsumers < 3 &&
+      (Config::kNumAccums == 1 || (kGroup == 1 && Config::kSubN == Config::kBlockN)) &&
+      kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs + kSubRegs / 2 <= 216;
+  static constexpr int kBatches = kGroup * kSubs;
+  // Whether tiles of the last round are cut. In 1d2d this gained nothing, in 1d1d up to 2 %.
+  static constexpr bool kCutsLast = Config::kIs1d1d && Config::kGrouping == kNoGroups &&
+                                    Config::kNumConsumers > 1 && Config::kClusterSize == 1;
+  // Groups of rows: whether short tiles exchange their operands (exchanged_tile.cuh).
+  static constexpr bool kExchanges = Config::kGrouping == kGroupedRows &&
+                                     Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
+                                     Config::kBlockM == 128 && Config::kBlockN == 256;
+  static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
+  static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
+  static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
+  // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
+  static constexpr int kLhsScaleBytes =
+      (Config::kBlockM + (Config::kGrouping == kGroupedRows ? 4 : 0)) * 4;
+  // Row scales of a stage in shared memory: with room for RowScales::kWindow.
+  static constexpr int kRowScales =
+      ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
+  static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
+  static constexpr int kSlabRows = 64, kSlabRowBytes = 128;
+  static constexpr int kSlabBytes = kSlabRows * kSlabRowBytes;
+  // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
+  static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
+  static constexpr int kNumColumnBlocks = kTwoBlocks ? 2 : 1;
+  static constexpr bool kSplitSub = kTwoBlocks && 128 % Config::kSubN != 0;
+
+  struct alignas(1024) SharedStorage {
+    uint8_t lhs[Config::kNumStages][kLhsBytes];
+    uint8_t rhs[Config::kNumStages][kRhsBytes];
+    uint8_t slabs[Config::kNumConsumers]
+                 [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
+    alignas(128) float lhs_scale[Config::kNumStages][kRowScales];
+    alignas(128) float rhs_scale[Config::kNumStages]
+                                [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
+    alignas(8) Barrier full[Config::kNumStages];
+    alignas(8) Barrier empty[Config::kNumStages];
+    typename Conditional<Config::kGrouping == kGroupedRows, TileQueue, Empty>::Type queue;
+    typename Conditional<Config::kGrouping == kNoGroups, Empty, GroupTable>::Type groups;
+  };
+
+  static_assert(kRows % 64 == 0, "a consumer's rows must be whole wgmma tiles of 64");
+  static_assert(Config::kBlockN % Config::kSubN == 0, "kSubN must tile kBlockN");
+  static_assert(Config::kBlockM >= 64 || Config::kNumConsumers == 1,
+                "short tiles have one consumer");
+  static_assert(kBatches % Config::kNumAccums == 0,
+                "accumulators must rotate evenly over a loop trip");
+  static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "clusters are one-dimensional");
+  static_assert(Config::kBlockN <= 128 ||
+                    128 % (Config::kBlockN % 128 ? Config::kBlockN - 128 : 128) == 0,
+                "a tile may lie under at most two column blocks");
+  // NOTE: with kBlockM < 64 wgmma reads 64 rows all the same: the rows behind belong to the next
+  // stage or to rhs, stay inside the allocation, and only reach rows of the result that are never
+  // stored.
+  static_assert(Config::kBlockM >= 64 || Config::kNumStages * kRhsBytes >= 8192,
+                "wgmma would read past the storage");
+  static_assert(sizeof(SharedStorage) <= JAX_FP8GEMM_SMEM_BYTES,
+                "the launch must ask for at least the shared memory that the kernel lays out");
+};
+
+}  // namespace jax_fp8gemm

@@ -1,0 +1,329 @@
+// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32, or as
+// a source makes it of what it reads (quantize_source.cuh).
+//
+//   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
+//   value = fp8(x * (1 / scale)), to nearest even, saturated
+// A block that holds an Inf or a NaN becomes NaN throughout, its scale too.
+//
+// Results, by mode; values and `transposed` are row-major:
+//   row               values (m, k),      scale [k/128][m]: one per 1x128 block of x
+//   column            transposed (k, m),  transposed_scale [m/128][k]: one per 128x1 block of x
+//   row_column        all four, from one read of x
+//   block             values (m, k),      scale [m/128][k/128]: one per 128x128 block
+//   block_transposed  transposed (k, m),  transposed_scale [k/128][m/128]
+//   block_both        values, transposed, scale [m/128][k/128]
+//
+// The modes of 128x128 blocks take a batch of x too, (b, m, k); each result then has b in front.
+//
+// Work (quantize_walk.cuh): a warp takes 16 rows of one k-block. In mode "row" warps never meet, in
+// every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and cover
+// each other's loads and barriers. A CTA takes one tile; or, if its source prefetches, tile after
+// tile: each thread copies what its next elements are made of to shared memory of its own, once it
+// has read what was there, and needs no barrier for that.
+//
+// Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
+//   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
+//   barrier; a thread per column: maximum over 8 warps, scale -> global, factor -> shared
+//   barrier; round by columns -> shared, transposed
+//   barrier; store whole transposed rows
+//
+// Shared memory: the transposed tile is 128 rows (columns of x) of 16 units of 8 bytes (8 rows of
+// x). Unit u of row c sits at u ^ (c / 8). Writing, 16 lanes hold the same u for columns 8 l + j,
+// so c / 8 = l and the 16 units differ: 16 x 8 bytes cover the 32 banks once. Reading, 16 lanes
+// take the 16 units of one row.
+//
+// Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, a warp the scales of
+// 16 rows. Rows that are not a multiple of 8 long are read and written element by element.
+//
+// Ragged ("column" and "row_column"): `transposed` has num_columns columns, and those of no token
+// are zero. In "row_column" the CTAs of rows of no group store a block of zeros besides.
+//
+// Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
+#pragma once
+
+#include "quantize/gather.cuh"
+#include "quantize/quantize_params.cuh"
+#include "quantize/quantize_scale.cuh"
+#include "quantize/quantize_source.cuh"
+#include "quantize/quantize_walk.cuh"
+#include "quantize/swiglu.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config>
+struct Quantizer {
+  static constexpr int kMode = Config::kMode;
+  static constexpr bool kIsBlock = kMode >= kBlock;
+  static constexpr bool kStoresRows = kMode != kColumn && kMode != kBlockTransposed;
+  static constexpr bool kStoresColumns = kMode != kRow && kMode != kBlock;
+
+  using Walk = QuantizeWalk<Config>;
+  using Source = typename Walk::Source;
+  using Elements = typename Source::Elements;
+
+  static constexpr int kScaleBlock = Walk::kScaleBlock;
+  static constexpr int kNumWarps = Walk::kNumWarps;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr bool kPrefetches = Source::kPrefetchBytes > 0;
+
+  struct SharedStorage {
+    union {  // NOTE: with both, two CTAs that prefetch for gradients would not fit an SM
+      alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
+      alignas(16) uint2 transposed[kScaleBlock][16];
+    };
+    alignas(16) float column_factor[2][16][4];  // of column 8 l + 4 h + j at [h][l][j]
+    uint32_t warp_amax[kNumWarps];
+  };
+  static_assert(sizeof(SharedStorage) <= 48 * 1024, "static shared memory is limited to 48 KiB");
+
+  // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
+  static constexpr int kMinCtas =
+      (Elements::kElemBytes == 4 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
+  // An SM has 228 KiB of shared memory, of which the system takes 1 KiB a CTA.
+  static_assert(kMinCtas * ((kStoresColumns ? sizeof(SharedStorage) : 0) +
+                            Source::kPrefetchBytes * kNumThreads + 1024) <=
+                    228 * 1024,
+                "the shared memory of an SM must hold its CTAs'");
+
+  const QuantizeParams& params;
+  SharedStorage& shared;
+  const int lane, warp;
+  typename Walk::Place place;
+  Elements elements;
+
+  __device__ __forceinline__ int half() const { return lane / 16; }
+  __device__ __forceinline__ int chunk() const { return lane % 16; }
+  __device__ __forceinline__ int row(const typename Walk::Place& of) const {
+    return of.first_row + half() * kFragmentRows;
+  }
+  __device__ __forceinline__ int column(const typename Walk::Place& of) const {
+    return of.first_column + chunk() * kFragmentColumns;
+  }
+
+  // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run() {
+    const Walk walk = {params, warp};
+    place = walk.find(blockIdx.x);
+    if constexpr (!kPrefetches) {
+      fill<kIsAligned>();
+      quantize<kIsAligned>();
+    } else {
+      const unsigned num_units = walk.count();
+      prefetch<kIsAligned>(place);
+#pragma unroll 1
+      for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+        fill<kIsAligned>();
+        typename Walk::Place next = place;
+        if (unit + gridDim.x < num_units) {
+          next = walk.find(unit + gridDim.x);
+          prefetch<kIsAligned>(next);
+        }
+        if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+        quantize<kIsAligned>();
+        place = next;
+      }
+    }
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void prefetch(const typename Walk::Place& next) const {
+    if constexpr (kIsAligned) Source::prefetch(params, row(next), column(next), next.row_end);
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void fill() {
+    Source::template fill<kIsAligned>(elements, params, row(place), column(place), place.row_end);
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize() {
+    if constexpr (kMode == kRow) {
+      quantize_rows<kIsAligned>();
+    } else {
+      quantize_tile<kIsAligned>();
+    }
+  }
+
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize_tile() {
+    const int m_block = place.m_block;
+    if constexpr (kIsBlock) {
+      const BlockScale block = reduce_block();
+      if (threadIdx.x == 0) store_block_scale(block.scale, m_block, place.k_block);
+      const float factors[8] = {block.factor, block.factor, block.factor, block.factor,
+                                block.factor, block.factor, block.factor, block.factor};
+      if constexpr (kStoresRows) store_rows<kIsAligned>(factors);
+      if constexpr (kStoresColumns) stage_columns(factors);
+    } else {
+      if (place.is_of_group) share_column_amax();
+      if constexpr (kStoresRows) quantize_rows<kIsAligned>();
+      if (!place.is_of_group) {
+        if (m_block * kScaleBlock >= params.num_columns) return;
+        elements.clear();  // of a block of zeros
+        share_column_amax();
+      }
+      __syncthreads();  // every warp's maxima are in shared.column_amax
+      if (threadIdx.x < kScaleBlock) scale_column(m_block);
+      __syncthreads();  // every factor is in shared.column_factor
+      float factors[kFragmentColumns];
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) {
+        factors[j] = shared.column_factor[j / 4][chunk()][j % 4];
+      }
+      stage_columns(factors);
+    }
+    if constexpr (kStoresColumns) {
+      __syncthreads();  // the transposed tile is complete
+      store_columns<kIsAligned>(m_block * kScaleBlock);
+    }
+  }
+
+  // Scales, rounds and stores the warp's rows.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void quantize_rows() {
+    uint32_t amax[kFragmentRows];
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) amax[i] = elements.row_amax(i);
+    // Lanes 2 r and 2 r + 1 get row r of the warp's 16.
+    const BlockScale block = block_scale<Config>(reduce_rows(amax, lane));
+    const int scale_row = place.first_row + lane / 2;
+    if (lane % 2 == 0 && scale_row < place.row_end) {
+      const int64_t k_block = place.first_column / kScaleBlock;
+      params.scale[k_block * params.m + scale_row] = block.scale;
+    }
+    float factors[kFragmentRows];
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      factors[i] = __shfl_sync(0xffffffff, block.factor, (lane & 16) + 2 * i);
+    }
+    store_rows<kIsAligned>(factors);
+  }
+
+  // Rounds by rows; factors[i] belongs to row i of the fragment.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void store_rows(const float (&factors)[kFragmentRows]) {
+    const int num_rows = place.row_end - row(place);  // may be negative
+    const int64_t first = static_cast<int64_t>(row(place)) * params.k + column(place);
+    uint8_t* target = params.values + first;
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      float x[8];
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) x[j] = mul_rn(elements.at(i, j), factors[i]);
+      const int count = i < num_rows ? params.k - column(place) : 0;
+      store_8_bytes<kIsAligned>(target, round_fp8x8<Config::kE5M2>(x), count);
+      target += params.k;
+    }
+  }
+
+  // Writes the warp's maximum of every column to shared memory.
+  __device__ __forceinline__ void share_column_amax() {
+#pragma unroll
+    for (int v = 0; v < Elements::kVectors; ++v) {
+      uint32_t amax[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        amax[w] = elements.column_amax(v, w);
+        amax[w] = Elements::max_words(amax[w], __shfl_xor_sync(0xffffffff, amax[w], 16));
+      }
+      if (half() == 0) {
+        *reinterpret_cast<uint4*>(shared.column_amax[warp][v][chunk()]) = {amax[0], amax[1],
+                                                                           amax[2], amax[3]};
+      }
+    }
+  }
+
+  // Thread c: the scale of column c of the tile.
+  __device__ __forceinline__ void scale_column(int m_block) {
+    const int c = threadIdx.x;
+    const int j = c % kFragmentColumns;
+    const int v = j / Elements::kVectorElems;
+    const int w = j % Elements::kVectorElems * Elements::kElemBytes / 4;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) {
+      amax = Elements::max_words(amax, shared.column_amax[i][v][c / 8][w]);
+    }
+    const BlockScale block = block_scale<Config>(Elements::f32_bits(amax, j));
+    shared.column_factor[j / 4][c / 8][j % 4] = block.factor;
+    if (place.first_column + c < params.k) {
+      params.transposed_scale[static_cast<int64_t>(m_block) * params.k + place.first_column + c] =
+          block.scale;
+    }
+  }
+
+  // The scale of the whole tile, in every thread.
+  __device__ __forceinline__ BlockScale reduce_block() {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) amax = max_u32(amax, elements.row_amax(i));
+    amax = __reduce_max_sync(0xffffffff, amax);
+    if (lane == 0) shared.warp_amax[warp] = amax;
+    __syncthreads();  // every warp's maximum is in shared.warp_amax
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) amax = max_u32(amax, shared.warp_amax[i]);
+    return block_scale<Config>(amax);
+  }
+
+  __device__ __forceinline__ void store_block_scale(float scale, int m_block, int k_block) {
+    const int64_t num_m_blocks = ceil_div(params.m, kScaleBlock);
+    const int64_t num_k_blocks = ceil_div(params.k, kScaleBlock);
+    if constexpr (kMode == kBlockTransposed) {
+      params.transposed_scale[k_block * num_m_blocks + m_block] = scale;
+    } else {
+      params.scale[m_block * num_k_blocks + k_block] = scale;
+    }
+  }
+
+  // Rounds by columns into shared memory; factors[j] belongs to column j of the fragment.
+  __device__ __forceinline__ void stage_columns(const float (&factors)[kFragmentColumns]) {
+    const int unit = 2 * warp + half();
+#pragma unroll
+    for (int j = 0; j < kFragmentColumns; ++j) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < kFragmentRows; ++i) x[i] = mul_rn(elements.at(i, j), factors[j]);
+      shared.transposed[chunk() * kFragmentColumns + j][unit ^ chunk()] =
+          round_fp8x8<Config::kE5M2>(x);
+    }
+  }
+
+  // Stores the transposed tile: bytes tile_row.. of rows first_column.. of `transposed`.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void store_columns(int tile_row) {
+    constexpr int kRowsAtOnce = kNumThreads / 16;
+    const int unit = threadIdx.x % 16;
+    const int first_byte = tile_row + 8 * unit;
+    const int num_columns = Config::kIsRagged ? params.num_columns : params.m;
+    uint8_t* target = params.transposed + first_byte +
+                      static_cast<int64_t>(place.first_column + threadIdx.x / 16) * num_columns;
+#pragma unroll
+    for (int i = 0; i < kScaleBlock / kRowsAtOnce; ++i) {
+      const int c = threadIdx.x / 16 + i * kRowsAtOnce;
+      const uint2 bytes = shared.transposed[c][unit ^ (c / 8)];
+      const int count = place.first_column + c < params.k ? num_columns - first_byte : 0;
+      store_8_bytes<kIsAligned>(target, bytes, count);
+      target += static_cast<int64_t>(kRowsAtOnce) * num_columns;
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm
+
+// The kernel: a symbol of its own per config, so that profiles tell them apart.
+extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNumThreads,
+                                             jax_fp8gemm::Quantizer<Config>::kMinCtas)
+    JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::QuantizeParams params) {
+  using Quantizer = jax_fp8gemm::Quantizer<Config>;
+  __shared__ typename Quantizer::SharedStorage shared;  // dropped by the compiler in mode "row"
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x / 32), 0);
+  const jax_fp8gemm::QuantizeParams& element =
+      jax_fp8gemm::batch_element<Quantizer>(params, blockIdx.y);
+  Quantizer quantizer{element, shared, lane, warp};
+
+  const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
+                          (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
+  is_aligned ? quantizer.template run<true>() : quantizer.template run<false>();
+}

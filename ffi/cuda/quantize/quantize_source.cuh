@@ -1,0 +1,39 @@
+// What a quantiser quantises: x itself, or what is computed from it as it is read.
+//
+// A source says what fills the fragment of a thread:
+//   Elements               the fragment
+//   is_aligned(k)          whether rows of k results are read by 16 bytes and written by 8
+//   k_block(i, n)          the i-th of n k-blocks, in the order in which CTAs take them
+//   kPrefetchBytes         dynamic shared memory of a thread, for what makes its next fragment
+//   prefetch(...)          starts to copy that, if kPrefetchBytes > 0 and rows are aligned
+//   fill<kIsAligned>(...)  sets rows `row`.. and columns `column`.. of what is quantised, (m, k);
+//                          zeros from row_end and from column k on
+#pragma once
+
+#include "quantize/quantize_fragment.cuh"
+#include "quantize/quantize_params.cuh"
+
+namespace jax_fp8gemm {
+
+enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeightedGather = 4 };
+
+template <int kSource, int kInput>
+struct QuantizeSource;
+
+template <int kInput>
+struct QuantizeSource<kPlain, kInput> {
+  using Elements = Fragment<kInput>;
+
+  static constexpr int kPrefetchBytes = 0;
+
+  static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
+  static __device__ __forceinline__ int k_block(int i, int) { return i; }
+
+  template <bool kIsAligned>
+  static __device__ __forceinline__ void fill(Elements& elements, const QuantizeParams& params,
+                                              int row, int column, int row_end) {
+    elements.template load<kIsAligned>(params.x, row, column, row_end, params.k, params.k);
+  }
+};
+
+}  // namespace jax_fp8gemm

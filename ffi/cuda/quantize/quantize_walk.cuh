@@ -1,0 +1,107 @@
+// Which rows and columns the CTAs and warps of a quantiser take, and in which order.
+//
+// A warp takes 16 rows of one k-block. In mode "row" that is all, and four of them are a CTA; in
+// every other mode the 8 warps of a CTA take a 128x128 tile.
+//
+// Ragged: the columns of `transposed` are tokens, of which every group starts at a multiple of 128
+// (groups.cuh). A CTA takes the rows of one block of columns. In "row_column" the rows of no group
+// have CTAs of their own, behind the groups' last block.
+#pragma once
+
+#include "groups.cuh"
+#include "quantize/quantize_params.cuh"
+#include "quantize/quantize_source.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config>
+struct QuantizeWalk {
+  static constexpr bool kIsRow = Config::kMode == kRow;
+  static constexpr int kScaleBlock = 128;
+  static constexpr int kWarpRows = 2 * kFragmentRows;
+  static constexpr int kNumWarps = kIsRow ? 4 : kScaleBlock / kWarpRows;
+  // Tiles that follow each other down the rows of x before the next k-block: CTAs that run together
+  // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
+  static constexpr int kRaster = 4;
+
+  using Source = QuantizeSource<Config::kSource, Config::kInput>;
+
+  struct Place {
+    int first_row, first_column;  // of the warp; its k-block
+    int row_end;                  // rows from here on are not the CTA's, or not there
+    int m_block, k_block;         // of the CTA's tile; mode "row": unset
+    bool is_of_group;
+  };
+
+  const QuantizeParams& params;
+  const int warp;
+
+  // Units, of which a CTA takes one at a time.
+  __device__ __forceinline__ int count() const {
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    if constexpr (kIsRow) {
+      return ceil_div(ceil_div(params.m, kWarpRows) * num_k_blocks, kNumWarps);
+    } else {
+      return params.num_m_blocks * num_k_blocks;
+    }
+  }
+
+  // What this warp takes of a unit.
+  __device__ __forceinline__ Place find(unsigned unit) const {
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    if constexpr (kIsRow) {
+      const int i = unit * kNumWarps + warp;
+      const int k_block = Source::k_block(i % num_k_blocks, num_k_blocks);
+      return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, params.m};
+    } else {
+      const int group_tiles = kRaster * num_k_blocks;
+      const int group_start = unit / group_tiles * kRaster;
+      const int group_rows = min(kRaster, params.num_m_blocks - group_start);
+      const int m_block = group_start + unit % group_tiles % group_rows;
+      const int k_block = Source::k_block(unit % group_tiles / group_rows, num_k_blocks);
+      Place place = {m_block * kScaleBlock + warp * kWarpRows,
+                     k_block * kScaleBlock,
+                     params.m,
+                     m_block,
+                     k_block,
+                     true};
+      if constexpr (Config::kIsRagged) find_rows(place);
+      return place;
+    }
+  }
+
+ private:
+  // Sets the rows of a block of columns, and whether they are of a group. Behind the groups come
+  // the rows before the first one and after the last, then none.
+  __device__ __forceinline__ void find_rows(Place& place) const {
+    const int m_block = place.m_block;
+    const unsigned m = params.m;
+    const unsigned start = min(max(__ldg(params.first_row), 0), params.m);
+    GroupScan scan = {start, 0};
+    for (int first = 0; first < params.num_groups; first += 32) {
+      const int before = scan.blocks_before;
+      scan.next(params.group_sizes, first, params.num_groups, m, 0, kScaleBlock);
+      const unsigned found = __ballot_sync(0xffffffff, int(scan.blocks_end) > m_block);
+      if (found == 0) continue;
+      const int source = __ffs(found) - 1;
+      const int previous = __shfl_sync(0xffffffff, int(scan.blocks_end), max(source - 1, 0));
+      const int in_group = m_block - (source > 0 ? previous : before);
+      place.first_row = int(__shfl_sync(0xffffffff, scan.begin, source)) + in_group * kScaleBlock +
+                        warp * kWarpRows;
+      place.row_end = int(__shfl_sync(0xffffffff, scan.end, source));
+      return;
+    }
+    place.is_of_group = false;
+    const int rest = m_block - int(scan.blocks_before);
+    const int blocks_before_groups = ceil_div(start, kScaleBlock);
+    const bool is_before = rest < blocks_before_groups;
+    place.first_row =
+        (is_before ? rest * kScaleBlock
+                   : int(scan.rows_before) + (rest - blocks_before_groups) * kScaleBlock) +
+        warp * kWarpRows;
+    place.row_end = is_before ? int(start) : params.m;
+    if constexpr (Config::kMode == kColumn) place.row_end = 0;  // columns of no token: zeros
+  }
+};
+
+}  // namespace jax_fp8gemm

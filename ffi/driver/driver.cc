@@ -1,0 +1,135 @@
+#include "driver/driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+namespace jax_fp8gemm {
+namespace {
+
+// First CUDA with cuLibrary*, tensor maps and cuGetProcAddress_v2.
+constexpr int kMinVersion = 12000;
+
+using GetProcAddress = CUresult (*)(const char* symbol, void** function, int cuda_version,
+                                    uint64_t flags, int* status);
+
+// What DriverError may use while GetDriver() is still being initialised.
+std::atomic<const Driver*> opened_driver{nullptr};
+
+ffi::ErrorOr<Driver*> Open() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    return FailedPrecondition("no NVIDIA driver: cannot open libcuda.so.1");
+  }
+  auto get_proc_address = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+  if (get_proc_address == nullptr) {
+    return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
+                              "cuGetProcAddress_v2. Update the driver.");
+  }
+  auto opened = std::make_unique<Driver>();
+  Driver* driver = opened.get();
+  const char* missing = nullptr;
+  auto load = [&](auto& function, const char* symbol) {
+    void* address = nullptr;
+    int status = 0;
+    if (get_proc_address(symbol, &address, kMinVersion, 0, &status) != CUDA_SUCCESS ||
+        address == nullptr) {
+      missing = symbol;
+    }
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+  };
+  load(driver->cuInit, "cuInit");
+  load(driver->cuDriverGetVersion, "cuDriverGetVersion");
+  load(driver->cuGetErrorName, "cuGetErrorName");
+  load(driver->cuGetErrorString, "cuGetErrorString");
+  load(driver->cuDeviceGetCount, "cuDeviceGetCount");
+  load(driver->cuDeviceGet, "cuDeviceGet");
+  load(driver->cuDeviceGetName, "cuDeviceGetName");
+  load(driver->cuDeviceGetAttribute, "cuDeviceGetAttribute");
+  load(driver->cuCtxGetDevice, "cuCtxGetDevice");
+  load(driver->cuLibraryLoadData, "cuLibraryLoadData");
+  load(driver->cuLibraryGetKernel, "cuLibraryGetKernel");
+  load(driver->cuKernelGetFunction, "cuKernelGetFunction");
+  load(driver->cuKernelSetAttribute, "cuKernelSetAttribute");
+  load(driver->cuLaunchKernelEx, "cuLaunchKernelEx");
+  load(driver->cuMemsetD32Async, "cuMemsetD32Async");
+  load(driver->cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
+  if (missing != nullptr) {
+    return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
+                              missing, ". Update the driver.");
+  }
+  // Never deleted: handlers may run until the process ends.
+  opened_driver = opened.release();
+  if (const CUresult result = driver->cuInit(0); result != CUDA_SUCCESS) {
+    const char* name = nullptr;
+    driver->cuGetErrorName(result, &name);
+    return FailedPrecondition("needs a GPU that the NVIDIA driver can use; cuInit gave ",
+                              name ? name : "a CUDA error", " (", result, ")");
+  }
+  CU_RETURN_IF_ERROR(driver->cuDriverGetVersion(&driver->version));
+  return driver;
+}
+
+}  // namespace
+
+ffi::ErrorOr<const Driver*> GetDriver() {
+  static const ffi::ErrorOr<Driver*>& driver = *new ffi::ErrorOr<Driver*>(Open());
+  if (driver.has_error()) {
+    return Failure(driver.error());
+  }
+  return *driver;
+}
+
+ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver) {
+  CUdevice device;
+  CU_RETURN_IF_ERROR(driver.cuCtxGetDevice(&device));
+  return device;
+}
+
+ffi::ErrorOr<int> NumSms(const Driver& driver, CUdevice device) {
+  int num_sms;
+  CU_RETURN_IF_ERROR(
+      driver.cuDeviceGetAttribute(&num_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+  return num_sms;
+}
+
+ffi::Error DriverError(const char* expr, const char* file, int line, CUresult result) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (const Driver* driver = opened_driver) {
+    driver->cuGetErrorName(result, &name);
+    driver->cuGetErrorString(result, &text);
+  }
+  const char* slash = std::strrchr(file, '/');
+  return Internal(slash ? slash + 1 : file, ":", line, ": ", expr,
+                  " failed: ", name ? name : "CUDA error", " (", result, ")", text ? ": " : "",
+                  text ? text : "");
+}
+
+ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,
+                        CUstream stream, void** params) {
+  CUlaunchAttribute cluster = {};
+  CUlaunchConfig config = {};
+  config.gridDimX = dims.grid_x;
+  config.gridDimY = dims.grid_y;
+  config.gridDimZ = 1;
+  config.blockDimX = dims.block_x;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = dims.dynamic_smem_bytes;
+  config.hStream = stream;
+  config.attrs = &cluster;
+  if (dims.cluster_x > 1) {
+    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    cluster.value.clusterDim = {dims.cluster_x, 1, 1};
+    config.numAttrs = 1;
+  }
+  CU_RETURN_IF_ERROR(
+      driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr));
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_fp8gemm

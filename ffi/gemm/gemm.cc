@@ -1,0 +1,124 @@
+#include "gemm/gemm.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "driver/driver.h"
+#include "errors.h"
+#include "gemm/gemm_config.h"
+#include "gemm/gemm_launch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
+  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
+}
+
+ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
+                       const ffi::AnyBuffer& rhs) {
+  if (!IsBuffer(lhs, Fp8Type(config.lhs_e5m2)) || !IsBuffer(rhs, Fp8Type(config.rhs_e5m2)) ||
+      lhs.dimensions()[1] != rhs.dimensions()[1]) {
+    return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)),
+                           "[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),
+                           "[n,k] at multiples of 16 bytes above 0; got lhs ", ShapeText(lhs),
+                           " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
+                           rhs.untyped_data());
+  }
+  if (config.grouping != 0) {
+    return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
+  }
+  const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
+  const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
+  const int64_t num_tiles =
+      is_in_range ? CeilDiv(m, config.block_m) * CeilDiv(n, config.block_n) : 0;
+  if (!is_in_range || k % 16 != 0 || n % 8 != 0 || num_tiles > kMaxDim) {
+    return InvalidArgument("gemm: m, n and k must be in 1..2^30, k a multiple of 16, n of 8, and ",
+                           "tiles of out at most 2^30; got lhs ", ShapeText(lhs), ", rhs ",
+                           ShapeText(rhs), ". Pad lhs and rhs with zeros.");
+  }
+  return ffi::Error::Success();
+}
+
+// The kernel's parameters but for the tensor maps, after a check of every buffer.
+ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuffer& lhs,
+                                    const ffi::AnyBuffer& lhs_scale, const ffi::AnyBuffer& rhs,
+                                    const ffi::AnyBuffer& rhs_scale,
+                                    const ffi::RemainingArgs& accum, const ffi::AnyBuffer& out) {
+  FFI_RETURN_IF_ERROR(CheckValues(config, lhs, rhs));
+  const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t kb = CeilDiv(k, kScaleBlock), nb = CeilDiv(n, kScaleBlock);
+  constexpr ffi::DataType kF32 = ffi::DataType::F32;
+  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "lhs_scale", lhs_scale, kF32, {m, kb}));
+  FFI_RETURN_IF_ERROR(
+      CheckBuffer("gemm", "rhs_scale", rhs_scale, kF32, {config.is_1d1d ? n : nb, kb}));
+  FFI_RETURN_IF_ERROR(
+      CheckBuffer("gemm", "out", out, config.out_f32 ? kF32 : ffi::DataType::BF16, {m, n}));
+  if (accum.size() != static_cast<size_t>(config.accumulate)) {
+    return InvalidArgument("gemm: accum must be given if and only if accumulate is set; got ",
+                           accum.size(), " more operands, accumulate ", config.accumulate);
+  }
+  GemmParams params = {};
+  if (config.accumulate) {
+    FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer buffer, accum.get<ffi::AnyBuffer>(0));
+    FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "accum", buffer, kF32, {m, n}));
+    params.accum = buffer.untyped_data();
+    if (params.accum != out.untyped_data()) {
+      return InvalidArgument("gemm: accum and out must share a buffer; got accum at ", params.accum,
+                             ", out at ", out.untyped_data(), ". Alias them in ffi_call.");
+    }
+  }
+  params.lhs_scale = lhs_scale.untyped_data();
+  params.rhs_scale = rhs_scale.untyped_data();
+  params.out = out.untyped_data();
+  params.m = params.lhs_rows = static_cast<int32_t>(m);
+  params.n = static_cast<int32_t>(n);
+  params.k = static_cast<int32_t>(k);
+  return params;
+}
+
+ffi::Error Instantiate(GemmConfig config) {
+  return NoThrow([&] { return InstantiateGemm(config); });
+}
+
+ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config) {
+  return NoThrow([&] { return PrepareGemm(config); });
+}
+
+ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
+                   ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::RemainingArgs accum,
+                   ffi::Result<ffi::AnyBuffer> out, GemmConfig config) {
+  return NoThrow([&]() -> ffi::Error {
+    FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+    FFI_ASSIGN_OR_RETURN(GemmParams params,
+                         BindParams(config, lhs, lhs_scale, rhs, rhs_scale, accum, *out));
+    const int64_t num_units = CeilDiv(params.m, config.block_m * config.cluster_m) *
+                              CeilDiv(params.n, config.block_n * config.cluster_n);
+    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), params.n, params.m,
+                      num_units * config.cluster_m * config.cluster_n, stream);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInstantiateHandler, Instantiate,
+                              ffi::Ffi::BindInstantiate().Attr<GemmConfig>("config"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GemmPrepareHandler, Prepare,
+    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attr<GemmConfig>("config"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmExecuteHandler, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Arg<ffi::AnyBuffer>()  // lhs
+                                  .Arg<ffi::AnyBuffer>()  // lhs_scale
+                                  .Arg<ffi::AnyBuffer>()  // rhs
+                                  .Arg<ffi::AnyBuffer>()  // rhs_scale
+                                  .RemainingArgs()        // accum, if accumulate
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Attr<GemmConfig>("config"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jax_fp8gemm

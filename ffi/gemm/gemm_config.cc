@@ -1,0 +1,178 @@
+#include "gemm/gemm_config.h"
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "errors.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+constexpr int64_t kMaxSmemBytes = 232448;  // 227 KiB, opt-in shared memory per block on sm90
+
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+// Registers a thread after the roles split. A CTA has 65536, 512 a thread of one warpgroup; at
+// launch three warpgroups get 168 each, four 128. A lone consumer keeps what it was launched with.
+struct Registers {
+  int32_t producer, consumer;
+};
+
+Registers SplitRegisters(const GemmConfig& config) {
+  if (config.num_consumers == 1) return {0, 0};
+  if (config.num_consumers == 3) return {32, 160};
+  return config.is_1d1d ? Registers{24, 240} : Registers{40, 232};
+}
+
+// Whether cuda/ptx/wgmma.cuh has a wgmma of n columns.
+bool IsWgmmaWidth(int32_t n) { return n % (n <= 64 ? 8 : n <= 128 ? 16 : 32) == 0 && n <= 192; }
+
+bool IsInRange(const GemmConfig& c) {
+  const auto is_in = [](int32_t value, int32_t min, int32_t max) {
+    return min <= value && value <= max;
+  };
+  const auto is_flag = [&](int32_t value) { return is_in(value, 0, 1); };
+  const auto is_cluster = [](int32_t value) { return value == 1 || value == 2 || value == 4; };
+  return is_in(c.block_m, 8, 256) && is_in(c.block_n, 8, 256) && is_in(c.sub_n, 8, 256) &&
+         is_in(c.num_consumers, 1, 3) && is_in(c.num_accums, 1, 8) && is_in(c.num_stages, 2, 32) &&
+         is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
+         c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.out_f32) &&
+         is_flag(c.accumulate) && is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) &&
+         is_in(c.grouping, 0, 2);
+}
+
+constexpr const char* kRanges =
+    "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
+    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, num_sms >= cluster_m * "
+    "cluster_n, grouping 0..2, flags 0 or 1";
+
+// What must hold in a config whose fields are in range, or null if all does.
+const char* BrokenRule(const GemmConfig& c) {
+  // First: what follows divides by the number of wgmmas side by side.
+  if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
+    return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192";
+  }
+  const int64_t num_row_subs = CeilDiv(c.block_m, 64 * c.num_consumers);  // 64 rows each
+  const int64_t num_batches = num_row_subs * (c.block_n / c.sub_n);       // of one k-block
+  const int64_t num_slabs_stored = num_row_subs * (c.block_n / SlabColumns(c));
+  const int64_t num_sums = (num_row_subs * c.block_n + c.num_accums * c.sub_n) / 2;  // per thread
+  const int64_t num_registers = c.num_consumers == 1 ? 255 : SplitRegisters(c).consumer;
+  const struct {
+    bool holds;
+    const char* text;
+  } rules[] = {
+      {c.cluster_m == 1 || c.cluster_n == 1, "cluster_m or cluster_n must be 1"},
+      {c.block_m % (64 * c.num_consumers) == 0 || (c.block_m < 64 && c.num_consumers == 1),
+       "block_m must be a multiple of 64 * num_consumers, or below 64 with one consumer"},
+      // 8 rows: the 128-byte swizzle repeats after them.
+      {c.block_m % (8 * c.cluster_n) == 0 && c.block_n % (8 * c.cluster_m) == 0,
+       "block_m / cluster_n and block_n / cluster_m must be multiples of 8"},
+      {c.block_n <= 128 || 128 % (c.block_n - 128) == 0,
+       "block_n must be at most 128, or 128 more than a divisor of 128"},
+      // A stage is given back when its last batch is promoted; fewer stages would deadlock.
+      {c.num_stages > CeilDiv(c.num_accums - 1, num_batches),
+       "num_stages must exceed the k-blocks that num_accums batches reach over"},
+      {c.block_m >= 64 || c.num_stages * c.block_n >= 64,
+       "num_stages * block_n must be at least 64 where block_m is below 64"},
+      {num_sums < num_registers, "sums and accumulators must fit the registers of a consumer"},
+      {c.grouping == 0 || c.cluster_m * c.cluster_n == 1, "grouped products have no clusters"},
+      {c.grouping != 1 || !c.is_1d1d, "groups of rows must have 128x128 scales of rhs"},
+      {c.grouping != 1 || !c.accumulate, "groups of rows have no accumulate"},
+      // A box of row scales is 4 longer, and at most 256.
+      {c.grouping != 1 || c.block_m < 256, "groups of rows must have block_m below 256"},
+      {c.grouping != 2 || c.is_1d1d, "groups of the contraction must have 1x128 scales of rhs"},
+      {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
+      {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % SlabColumns(c) == 0),
+       "slabs need block_m of at least 64 and block_n a multiple of 32"},
+      // The ring of slabs restarts at each tile: it must end a tile where it began.
+      {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
+       "num_slabs must divide the slabs of a consumer's part of the tile"},
+      // Half of the ring is written at a time.
+      {c.num_slabs < 2 || c.num_slabs >= num_slabs_stored ||
+           num_slabs_stored % (c.num_slabs / 2) == 0,
+       "num_slabs / 2 must divide the slabs of a consumer's part of the tile"},
+      {GemmSmemBytes(c) <= kMaxSmemBytes, "shared memory must be at most 232448 bytes"},
+  };
+  for (const auto& rule : rules) {
+    if (!rule.holds) return rule.text;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::string GemmKernelName(const GemmConfig& config) {
+  static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
+  return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
+                config.block_m, "x", config.block_n, config.out_f32 ? "_f32" : "_bf16",
+                config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
+                config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
+                config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
+                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n);
+}
+
+int64_t SlabColumns(const GemmConfig& config) {
+  return config.out_f32 || config.block_n % 64 != 0 ? 32 : 64;
+}
+
+int64_t GemmSmemBytes(const GemmConfig& config) {
+  // Mirrors Tile::SharedStorage in cuda/gemm/tile.cuh, member by member.
+  const int64_t num_stages = config.num_stages;
+  int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
+  bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
+  const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
+  bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
+  bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
+  bytes = RoundUp(bytes, 8) + num_stages * 16;          // full and empty barriers
+  bytes += config.grouping == 1 ? 2 * (8 + 8 + 4) : 4;  // queue
+  bytes += config.grouping == 0 ? 4 : (3 * (kMaxGroups + 2) + 3) * 4;
+  return RoundUp(bytes, 1024);
+}
+
+ffi::Error CheckGemmConfig(const GemmConfig& config) {
+  if (!IsInRange(config)) {
+    // Nothing is computed from such a config: any product of its fields may overflow.
+    return InvalidArgument("gemm: ", kRanges, "; got ", GemmKernelName(config), ", grouping ",
+                           config.grouping, ", num_sms ", config.num_sms, ", flags ",
+                           config.is_1d1d, " ", config.out_f32, " ", config.accumulate, " ",
+                           config.lhs_e5m2, " ", config.rhs_e5m2);
+  }
+  const char* rule = BrokenRule(config);
+  if (rule == nullptr) return ffi::Error::Success();
+  return InvalidArgument("gemm: ", rule, "; got ", GemmKernelName(config), ", num_sms ",
+                         config.num_sms, ", ", GemmSmemBytes(config), " bytes of shared memory");
+}
+
+KernelSource GemmSource(const GemmConfig& config) {
+  const std::string name = GemmKernelName(config);
+  const Registers registers = SplitRegisters(config);
+  std::string text =
+      StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n#define JAX_FP8GEMM_LHS_TYPE \"",
+             config.lhs_e5m2 ? "e5m2" : "e4m3", "\"\n#define JAX_FP8GEMM_RHS_TYPE \"",
+             config.rhs_e5m2 ? "e5m2" : "e4m3", "\"\n#define JAX_FP8GEMM_SMEM_BYTES ",
+             GemmSmemBytes(config), "\nstruct Config {\n");
+  const auto add = [&](const char* member, auto value) {
+    const char* type = std::is_same_v<decltype(value), bool> ? "bool" : "int";
+    text += StrCat("  static constexpr ", type, " ", member, " = ", value, ";\n");
+  };
+  add("kBlockM", config.block_m);
+  add("kBlockN", config.block_n);
+  add("kSubN", config.sub_n);
+  add("kNumConsumers", config.num_consumers);
+  add("kNumAccums", config.num_accums);
+  add("kNumStages", config.num_stages);
+  add("kNumSlabs", config.num_slabs);
+  add("kClusterM", config.cluster_m);
+  add("kClusterN", config.cluster_n);
+  add("kClusterSize", int64_t{config.cluster_m} * config.cluster_n);
+  add("kProducerRegs", registers.producer);
+  add("kConsumerRegs", registers.consumer);
+  add("kGrouping", config.grouping);
+  add("kIs1d1d", config.is_1d1d != 0);
+  add("kOutF32", config.out_f32 != 0);
+  add("kAccumulate", config.accumulate != 0);
+  return {name, text + "};\n#include \"gemm/gemm.cuh\"\n"};
+}
+
+}  // namespace jax_fp8gemm

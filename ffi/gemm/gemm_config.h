@@ -1,0 +1,74 @@
+// How one GEMM kernel is compiled: what a config may be, and what follows from it.
+
+#ifndef JAX_FP8GEMM_GEMM_GEMM_CONFIG_H_
+#define JAX_FP8GEMM_GEMM_GEMM_CONFIG_H_
+
+#include <cstdint>
+#include <string>
+
+#include "buffers.h"
+#include "config_attribute.h"
+#include "jit/jit.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+
+// The attribute `config`: all that is compiled in, and num_sms. A tile is what one CTA computes.
+struct GemmConfig {
+  int32_t block_m, block_n;      // the tile
+  int32_t sub_n;                 // columns of one wgmma
+  int32_t num_consumers;         // warpgroups that share the rows of the tile
+  int32_t num_accums;            // wgmma batches in flight, per consumer
+  int32_t num_stages;            // k-blocks of 128 that shared memory holds
+  int32_t num_slabs;             // per consumer, 8 KiB each to stage out for TMA; 0: store directly
+  int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
+  int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
+  int32_t out_f32;               // out is f32, otherwise bf16
+  int32_t accumulate;            // out = accum + product; f32 only
+  int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
+  int32_t grouping;              // what groups cut: 0 nothing, 1 rows of lhs, 2 the contraction
+  int32_t num_sms;               // CTAs to launch at most; not compiled in
+};
+
+template <>
+struct ConfigFields<GemmConfig> {
+  static constexpr ConfigField<GemmConfig> kAll[] = {
+      {"accumulate", &GemmConfig::accumulate}, {"block_m", &GemmConfig::block_m},
+      {"block_n", &GemmConfig::block_n},       {"cluster_m", &GemmConfig::cluster_m},
+      {"cluster_n", &GemmConfig::cluster_n},   {"grouping", &GemmConfig::grouping},
+      {"is_1d1d", &GemmConfig::is_1d1d},       {"lhs_e5m2", &GemmConfig::lhs_e5m2},
+      {"num_accums", &GemmConfig::num_accums}, {"num_consumers", &GemmConfig::num_consumers},
+      {"num_slabs", &GemmConfig::num_slabs},   {"num_sms", &GemmConfig::num_sms},
+      {"num_stages", &GemmConfig::num_stages}, {"out_f32", &GemmConfig::out_f32},
+      {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"sub_n", &GemmConfig::sub_n},
+  };
+};
+
+// A slab stages 64 rows of up to 128 bytes of out.
+constexpr int64_t kSlabRows = 64, kSlabBytes = kSlabRows * 128;
+
+// Columns of out in a slab: 128 bytes, or 64 of bf16 where block_n is no multiple of 64.
+int64_t SlabColumns(const GemmConfig& config);
+
+// Rows of lhs that the last tile of a group loads at a time.
+constexpr int64_t kPartRows = 32;
+
+// The symbol of the kernel; carries every field but num_sms.
+std::string GemmKernelName(const GemmConfig& config);
+
+// Dynamic shared memory of a CTA.
+int64_t GemmSmemBytes(const GemmConfig& config);
+
+// InvalidArgument, with the rule and the config, if no kernel can be built from it or launched.
+ffi::Error CheckGemmConfig(const GemmConfig& config);
+
+// The translation unit of a config that CheckGemmConfig accepts.
+KernelSource GemmSource(const GemmConfig& config);
+
+}  // namespace jax_fp8gemm
+
+template <>
+struct xla::ffi::AttrDecoding<jax_fp8gemm::GemmConfig>
+    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::GemmConfig> {};
+
+#endif  // JAX_FP8GEMM_GEMM_GEMM_CONFIG_H_

@@ -1,0 +1,135 @@
+#include "gemm/gemm_launch.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "driver/tensor_map.h"
+#include "errors.h"
+#include "jit/jit.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+// Units (the tiles of one cluster) along m that follow each other before the next along n.
+int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
+                     int64_t num_units_n) {
+  const int64_t unit_rows = int64_t{config.block_m} * config.cluster_m;
+  const int64_t unit_columns = int64_t{config.block_n} * config.cluster_n;
+  const int64_t num_clusters = config.num_sms / (config.cluster_m * config.cluster_n);
+  // The units of one wave should cover a square: it reads least of lhs and rhs together.
+  const double square = std::round(std::sqrt(double(num_clusters * unit_columns) / unit_rows));
+  const double height = std::clamp<double>(square, 1, num_units_m);
+  // Bands of that many units along m, or a little fewer so that all are about as high.
+  int64_t raster = CeilDiv(num_units_m, CeilDiv(num_units_m, static_cast<int64_t>(height)));
+  const bool is_last_row_short = m % unit_rows != 0 && num_units_m > 2;
+  if (!is_last_row_short || num_units_m * num_units_n <= num_clusters) return raster;
+  // A short last row of units takes less time. As a band of its own it comes last, and fills the
+  // end of the last wave with small pieces; so the height of the other bands divides their rows.
+  const auto distance = [&](int64_t r) { return std::max(r / height, height / r); };
+  const int64_t num_full_rows = num_units_m - 1;
+  raster = 1;
+  for (int64_t d = 1; d * d <= num_full_rows; ++d) {
+    if (num_full_rows % d != 0) continue;
+    for (int64_t divisor : {d, num_full_rows / d}) {
+      if (distance(divisor) < distance(raster)) raster = divisor;
+    }
+  }
+  return raster;
+}
+
+// Tiles of the last, incomplete round that the kernel cuts into their consumers' parts.
+int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
+  // Mirrors Tile::kCutsLast.
+  const bool is_cut = config.is_1d1d && config.grouping == 0 && config.num_consumers > 1 &&
+                      config.cluster_m * config.cluster_n == 1;
+  const int64_t rest = num_tiles % config.num_sms;
+  return is_cut && rest * config.num_consumers <= config.num_sms ? rest : 0;
+}
+
+// Encodes the maps that the kernel uses of this config and shape; the others stay zero.
+ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
+                            const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
+                            GemmParams& params) {
+  constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  const uint64_t m = params.lhs_rows, n = params.n, k = params.k;
+  const uint64_t kb = CeilDiv(params.k, kScaleBlock);
+  if (m * kb > INT32_MAX) {  // the kernel counts them in 32 bits
+    return InvalidArgument("gemm: lhs must have less than 2^31 scales; got ", m, " rows of ", kb);
+  }
+  // The CTAs of a cluster load a part each of the tile that they share.
+  FFI_ASSIGN_OR_RETURN(params.lhs,
+                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
+                                         kScaleBlock, config.block_m / config.cluster_n, kSwizzle));
+  FFI_ASSIGN_OR_RETURN(params.rhs,
+                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
+                                         kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
+  if (config.grouping == 1) {
+    FFI_ASSIGN_OR_RETURN(params.lhs_part,
+                         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
+                                           kScaleBlock, kPartRows, kSwizzle));
+  }
+  if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
+    // Groups of rows start anywhere, boxes at multiples of 16 bytes.
+    const uint32_t num_row_scales = config.block_m + (config.grouping == 1 ? 4 : 0);
+    FFI_ASSIGN_OR_RETURN(
+        params.lhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.lhs_scale, m, kb, 4 * m,
+                          num_row_scales, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+  }
+  if (config.is_1d1d) {
+    FFI_ASSIGN_OR_RETURN(
+        params.rhs_scale_map,
+        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
+                          config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+  }
+  if (config.num_slabs > 0) {
+    const auto type =
+        config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const int64_t element_bytes = config.out_f32 ? 4 : 2, columns = SlabColumns(config);
+    const auto swizzle = columns * element_bytes == 128 ? kSwizzle : CU_TENSOR_MAP_SWIZZLE_64B;
+    FFI_ASSIGN_OR_RETURN(params.out_map,
+                         EncodeTensorMap2D(driver, type, params.out, n, out_rows, n * element_bytes,
+                                           columns, kSlabRows, swizzle));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error InstantiateGemm(const GemmConfig& config) {
+  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(GemmSource(config)));
+  return ffi::Error::Success();
+}
+
+ffi::Error PrepareGemm(const GemmConfig& config) {
+  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  return PrepareKernel(config, GemmKernelName, GemmSource, GemmSmemBytes(config));
+}
+
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
+  FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
+  const int64_t smem_bytes = GemmSmemBytes(config);
+  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, GemmKernelName, smem_bytes));
+  FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
+  // Of one group, if all are of the same size.
+  const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;
+  params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
+                               CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
+  const int64_t num_cut = CountCutTiles(config, max_tiles);
+  params.first_part = static_cast<int32_t>(max_tiles - num_cut);
+  const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
+  const int64_t num_walked = params.first_part + num_cut * config.num_consumers;
+  LaunchDims dims = {};
+  dims.grid_x =
+      std::min(config.num_sms / cluster_size, CeilDiv(num_walked, cluster_size)) * cluster_size;
+  dims.grid_y = 1;
+  dims.block_x = (config.num_consumers + 1) * 128;
+  dims.dynamic_smem_bytes = smem_bytes;
+  dims.cluster_x = cluster_size;
+  void* arguments[] = {&params};
+  return LaunchKernel(*driver, kernel, dims, stream, arguments);
+}
+
+}  // namespace jax_fp8gemm

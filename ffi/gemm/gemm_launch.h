@@ -1,0 +1,52 @@
+// What dense and grouped products share: the kernel's parameters, its tensor maps and its launch.
+
+#ifndef JAX_FP8GEMM_GEMM_GEMM_LAUNCH_H_
+#define JAX_FP8GEMM_GEMM_GEMM_LAUNCH_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "buffers.h"
+#include "driver/driver.h"
+#include "gemm/gemm_config.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+
+// Mirrors GemmParams in cuda/gemm/tile.cuh.
+struct GemmParams {
+  CUtensorMap lhs, rhs, lhs_part, lhs_scale_map, rhs_scale_map, out_map;
+  const void* lhs_scale;
+  const void* rhs_scale;
+  const void* accum;
+  void* out;
+  int32_t m, n, k;   // of one group; m of all where groups cut the rows
+  int32_t lhs_rows;  // in memory
+  int32_t raster;
+  int32_t num_groups;
+  int32_t rows_per_group;  // > 0: the masked form
+  const int32_t* group_sizes;
+  const int32_t* first_row;
+  int32_t* next_tile;  // groups of rows: to be 0
+  int32_t first_part;
+};
+static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);
+static_assert(offsetof(GemmParams, out_map) == 640 && offsetof(GemmParams, lhs_scale) == 768);
+static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800);
+static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
+              offsetof(GemmParams, first_part) == 856);
+
+// Compiles the kernel of a config, unless memory or the disk cache has it.
+ffi::Error InstantiateGemm(const GemmConfig& config);
+
+// Loads the kernel of a config into the current device; compiles it if nothing was instantiated.
+ffi::Error PrepareGemm(const GemmConfig& config);
+
+// Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and
+// launches the kernel for at most `max_tiles` tiles. `params` has everything else.
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
+                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream);
+
+}  // namespace jax_fp8gemm
+
+#endif  // JAX_FP8GEMM_GEMM_GEMM_LAUNCH_H_

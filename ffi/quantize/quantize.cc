@@ -1,0 +1,118 @@
+#include "quantize/quantize.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "buffers.h"
+#include "driver/driver.h"
+#include "errors.h"
+#include "jit/jit.h"
+#include "quantize/quantize_config.h"
+#include "quantize/quantize_params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+// What one CTA does; must agree with QuantizeWalk in cuda/quantize/quantize_walk.cuh.
+constexpr int64_t kRowWarps = 4;   // mode "row": each warp takes 16 rows of one k-block
+constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
+
+// Of the CTAs that fit an SM where they prefetch: kMinCtas in cuda/quantize/quantize.cuh.
+constexpr unsigned kPrefetchingThreads = 512;
+
+int64_t NumThreads(const QuantizeConfig& config) {
+  return 32 * (config.mode == kRow ? kRowWarps : kTileWarps);
+}
+
+// Dynamic shared memory of a CTA: kPrefetchBytes of cuda/quantize/swiglu.cuh for each thread.
+int PrefetchBytes(const QuantizeConfig& config) {
+  const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
+  if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
+  const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
+  return static_cast<int>(NumThreads(config) * 8 * num_inputs * 16);
+}
+
+ffi::Error Instantiate(QuantizeConfig config) {
+  return NoThrow([&]() -> ffi::Error {
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(QuantizeKernelSource(config)));
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
+  return NoThrow([&]() -> ffi::Error {
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    return PrepareKernel(config, QuantizeKernelName, QuantizeKernelSource, PrefetchBytes(config));
+  });
+}
+
+// Nothing is launched where there is nothing to read, so there may be nothing to write.
+ffi::Error CheckEmpty(const QuantizeConfig& config, const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
+    if (result->element_count() > 0) {
+      return InvalidArgument(QuantizeOp(config), ": results of no rows must be empty; got ",
+                             ShapeText(*result));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
+                   ffi::RemainingRets results, QuantizeConfig config) {
+  return NoThrow([&]() -> ffi::Error {
+    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    if (x.element_count() == 0) return CheckEmpty(config, results);
+    FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindQuantizeParams(config, x, more, results));
+    if (params.m == 0) return CheckEmpty(config, results);
+    FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
+    const int prefetch_bytes = PrefetchBytes(config);
+    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, prefetch_bytes));
+    const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
+    LaunchDims dims = {};
+    dims.grid_y = QuantizeBatchSize(x);
+    dims.block_x = NumThreads(config);
+    dims.dynamic_smem_bytes = prefetch_bytes;
+    if (config.mode == kRow) {
+      dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, kRowWarps);
+    } else {
+      params.num_m_blocks = CeilDiv(params.num_columns, kScaleBlock);
+      if (config.ragged && config.mode == kRowColumn) {
+        // Blocks of columns, and at most two more for the ends of the rows of no group.
+        params.num_m_blocks =
+            (params.m + (kScaleBlock - 1) * (params.num_groups + 2)) / kScaleBlock;
+      }
+      dims.grid_x = params.num_m_blocks * num_k_blocks;
+    }
+    if (prefetch_bytes > 0) {
+      FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(*driver));
+      FFI_ASSIGN_OR_RETURN(const int num_sms, NumSms(*driver, device));
+      dims.grid_x = std::min(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
+    }
+    void* arguments[] = {&params};
+    return LaunchKernel(*driver, kernel, dims, stream, arguments);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate,
+                              ffi::Ffi::BindInstantiate().Attr<QuantizeConfig>("config"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    QuantizePrepareHandler, Prepare,
+    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attr<QuantizeConfig>("config"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecuteHandler, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Arg<ffi::AnyBuffer>()  // x, or gate_up
+                                  // dh; x_scale, rows, weights; if ragged, group_sizes, first_row
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<QuantizeConfig>("config"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jax_fp8gemm

@@ -1,0 +1,68 @@
+#include "quantize/quantize_config.h"
+
+#include <string>
+
+#include "errors.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize",
+                                "gather_quantize", "weighted_gather_quantize"};
+constexpr const char* kModes[] = {"row",   "column",           "row_column",
+                                  "block", "block_transposed", "block_both"};
+
+}  // namespace
+
+const char* QuantizeOp(const QuantizeConfig& config) {
+  const bool is_known = config.source >= kPlain && config.source <= kWeightedGather;
+  return is_known ? kOps[config.source] : "quantize";
+}
+
+const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
+
+ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
+  const char* op = QuantizeOp(config);
+  const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
+  const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
+  if (!is_in(config.mode, kBlockBoth) || !is_in(config.input, last_input) ||
+      !is_in(config.source, kWeightedGather) || !is_in(config.e5m2, 1) ||
+      !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1)) {
+    return InvalidArgument(op, ": mode must be 0..5, input 0..", last_input,
+                           " and source 0..4, flags 0 or 1; got mode ", config.mode, ", input ",
+                           config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
+                           ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged);
+  }
+  const bool has_columns = config.mode == kColumn || config.mode == kRowColumn;
+  if (config.ragged != 0 && !has_columns) {
+    return InvalidArgument(op, ": ragged must go with mode column or row_column; got mode ",
+                           kModes[config.mode]);
+  }
+  if (config.source != kPlain &&
+      (config.mode > kRowColumn || has_columns != (config.ragged != 0))) {
+    return InvalidArgument(op, ": mode must be row, or column or row_column with ragged; got mode ",
+                           kModes[config.mode], ", ragged ", config.ragged);
+  }
+  return ffi::Error::Success();
+}
+
+std::string QuantizeKernelName(const QuantizeConfig& config) {
+  return StrCat(QuantizeOp(config), "_", config.ragged ? "ragged_" : "", kModes[config.mode], "_",
+                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
+                config.pow2_scale ? "_pow2" : "");
+}
+
+KernelSource QuantizeKernelSource(const QuantizeConfig& config) {
+  const std::string name = QuantizeKernelName(config);
+  return {name, StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n",
+                       "struct Config {\n"
+                       "  static constexpr int kMode = ",
+                       config.mode, ";\n  static constexpr int kInput = ", config.input,
+                       ";\n  static constexpr bool kE5M2 = ", config.e5m2 != 0,
+                       ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
+                       ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
+                       ";\n  static constexpr int kSource = ", config.source,
+                       ";\n};\n#include \"quantize/quantize.cuh\"\n")};
+}
+
+}  // namespace jax_fp8gemm

@@ -1,0 +1,65 @@
+// How one quantiser is compiled: what a config may be, and what follows from it.
+
+#ifndef JAX_FP8GEMM_QUANTIZE_QUANTIZE_CONFIG_H_
+#define JAX_FP8GEMM_QUANTIZE_QUANTIZE_CONFIG_H_
+
+#include <cstdint>
+#include <string>
+
+#include "config_attribute.h"
+#include "jit/jit.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8gemm {
+
+// The attribute `config`: all that is compiled in.
+struct QuantizeConfig {
+  int32_t mode;        // which results: a QuantizeMode
+  int32_t input;       // dtype of the operands: an index into kQuantizeInputs
+  int32_t e5m2;        // values are e5m2, otherwise e4m3fn
+  int32_t pow2_scale;  // scales are rounded up to powers of two
+  int32_t ragged;      // column and row_column: every group of rows starts at a block of columns
+  int32_t source;      // what is quantised: a QuantizeSource
+};
+
+template <>
+struct ConfigFields<QuantizeConfig> {
+  static constexpr ConfigField<QuantizeConfig> kAll[] = {
+      {"e5m2", &QuantizeConfig::e5m2},     {"input", &QuantizeConfig::input},
+      {"mode", &QuantizeConfig::mode},     {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"ragged", &QuantizeConfig::ragged}, {"source", &QuantizeConfig::source},
+  };
+};
+
+enum QuantizeMode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
+enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
+
+// FP8 is gathered only.
+constexpr ffi::DataType kQuantizeInputs[] = {ffi::DataType::BF16, ffi::DataType::F16,
+                                             ffi::DataType::F32, ffi::DataType::F8E4M3FN,
+                                             ffi::DataType::F8E5M2};
+constexpr int32_t kFirstFp8Input = 3;
+
+// The operation, as errors and kernel names start: "quantize", "swiglu_quantize", ...; for any
+// config.
+const char* QuantizeOp(const QuantizeConfig& config);
+
+// The name of a mode in range.
+const char* QuantizeModeName(int32_t mode);
+
+// InvalidArgument, with the rule, if no kernel can be built from the config.
+ffi::Error CheckQuantizeConfig(const QuantizeConfig& config);
+
+// The symbol of the kernel; carries every field.
+std::string QuantizeKernelName(const QuantizeConfig& config);
+
+// The translation unit of a config that CheckQuantizeConfig accepts.
+KernelSource QuantizeKernelSource(const QuantizeConfig& config);
+
+}  // namespace jax_fp8gemm
+
+template <>
+struct xla::ffi::AttrDecoding<jax_fp8gemm::QuantizeConfig>
+    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::QuantizeConfig> {};
+
+#endif  // JAX_FP8GEMM_QUANTIZE_QUANTIZE_CONFIG_H_

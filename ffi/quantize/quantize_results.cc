@@ -1,0 +1,74 @@
+#include "quantize/quantize_results.h"
+
+#include <string>
+#include <vector>
+
+#include "buffers.h"
+#include "errors.h"
+
+namespace jax_fp8gemm {
+namespace {
+
+// One result: where its address goes in the parameters, and what it must be.
+struct Output {
+  void* QuantizeParams::* address;
+  bool is_scale;
+  int64_t rows, columns;
+};
+
+// columns: of the transposed values; m unless ragged.
+std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns) {
+  const int64_t mb = CeilDiv(columns, kScaleBlock), kb = CeilDiv(k, kScaleBlock);
+  const Output values = {&QuantizeParams::values, false, m, k};
+  const Output transposed = {&QuantizeParams::transposed, false, k, columns};
+  const Output row_scale = {&QuantizeParams::scale, true, m, kb};
+  const Output column_scale = {&QuantizeParams::transposed_scale, true, k, mb};
+  const Output block_scale = {&QuantizeParams::scale, true, mb, kb};
+  switch (mode) {
+    case kRow:
+      return {values, row_scale};
+    case kColumn:
+      return {transposed, column_scale};
+    case kRowColumn:
+      return {values, row_scale, transposed, column_scale};
+    case kBlock:
+      return {values, block_scale};
+    case kBlockTransposed:
+      return {transposed, {&QuantizeParams::transposed_scale, true, kb, mb}};
+    default:
+      return {values, transposed, block_scale};
+  }
+}
+
+}  // namespace
+
+ffi::Error BindQuantizeResults(const QuantizeConfig& config, const ffi::AnyBuffer& x,
+                               const ffi::RemainingRets& results, QuantizeParams& params) {
+  const char* op = QuantizeOp(config);
+  const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+  const std::vector<Output> outputs = Outputs(config.mode, params.m, params.k, params.num_columns);
+  const char* mode = QuantizeModeName(config.mode);
+  if (results.size() != outputs.size()) {
+    return InvalidArgument(op, ": mode ", mode, " must have ", outputs.size(), " results; got ",
+                           results.size());
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    FFI_ASSIGN_OR_RETURN(ffi::Result<ffi::AnyBuffer> result, results.get<ffi::AnyBuffer>(i));
+    const ffi::DataType type = outputs[i].is_scale ? ffi::DataType::F32 : fp8;
+    const auto dims = result->dimensions();
+    const size_t rank = x.dimensions().size();
+    if (result->element_type() != type || dims.size() != rank ||
+        (rank == 3 && dims[0] != QuantizeBatchSize(x)) || dims[rank - 2] != outputs[i].rows ||
+        dims[rank - 1] != outputs[i].columns || !IsAligned(*result)) {
+      return InvalidArgument(op, ": result ", i, " of mode ", mode, " must be ", ShortType(type),
+                             "[", rank == 3 ? StrCat(QuantizeBatchSize(x), ",") : "",
+                             outputs[i].rows, ",", outputs[i].columns,
+                             "] at a multiple of 16 bytes above 0 (first operand ", ShapeText(x),
+                             "); got ", ShapeText(*result), " at ", result->untyped_data());
+    }
+    params.*outputs[i].address = result->untyped_data();
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_fp8gemm
