@@ -9,8 +9,14 @@
 
 namespace jax_fp8gemm {
 
-// Config::kGrouping: what the groups of a product cut, the rows of lhs and out or the contraction.
-constexpr int kNoGroups = 0, kGroupedRows = 1, kGroupedContraction = 2;
+// What the groups of a product cut: nothing, the rows of lhs and out, or the contraction. Mirrors
+// Grouping in ffi/gemm/gemm_config.h.
+enum class Grouping { kNone, kRows, kContraction };
+
+template <typename Config>
+constexpr Grouping grouping_of() {
+  return static_cast<Grouping>(Config::kGrouping);
+}
 
 // A value that all lanes share, in a way that the compiler knows: what it decides then keeps warps
 // converged (REDUX writes a uniform register).

@@ -26,7 +26,7 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                            " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
                            rhs.untyped_data());
   }
-  if (config.grouping != 0) {
+  if (GroupingOf(config) != Grouping::kNone) {
     return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
   }
   const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];

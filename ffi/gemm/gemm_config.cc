@@ -39,7 +39,7 @@ bool IsInRange(const GemmConfig& c) {
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
          c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.out_f32) &&
          is_flag(c.accumulate) && is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) &&
-         is_in(c.grouping, 0, 2);
+         is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
 }
 
 constexpr const char* kRanges =
@@ -53,6 +53,7 @@ const char* BrokenRule(const GemmConfig& c) {
   if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
     return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192";
   }
+  const Grouping grouping = GroupingOf(c);
   const int64_t num_row_subs = CeilDiv(c.block_m, 64 * c.num_consumers);  // 64 rows each
   const int64_t num_batches = num_row_subs * (c.block_n / c.sub_n);       // of one k-block
   const int64_t num_slabs_stored = num_row_subs * (c.block_n / SlabColumns(c));
@@ -76,12 +77,15 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.block_m >= 64 || c.num_stages * c.block_n >= 64,
        "num_stages * block_n must be at least 64 where block_m is below 64"},
       {num_sums < num_registers, "sums and accumulators must fit the registers of a consumer"},
-      {c.grouping == 0 || c.cluster_m * c.cluster_n == 1, "grouped products have no clusters"},
-      {c.grouping != 1 || !c.is_1d1d, "groups of rows must have 128x128 scales of rhs"},
-      {c.grouping != 1 || !c.accumulate, "groups of rows have no accumulate"},
+      {grouping == Grouping::kNone || c.cluster_m * c.cluster_n == 1,
+       "grouped products have no clusters"},
+      {grouping != Grouping::kRows || !c.is_1d1d, "groups of rows must have 128x128 scales of rhs"},
+      {grouping != Grouping::kRows || !c.accumulate, "groups of rows have no accumulate"},
       // A box of row scales is 4 longer, and at most 256.
-      {c.grouping != 1 || c.block_m < 256, "groups of rows must have block_m below 256"},
-      {c.grouping != 2 || c.is_1d1d, "groups of the contraction must have 1x128 scales of rhs"},
+      {grouping != Grouping::kRows || c.block_m < 256,
+       "groups of rows must have block_m below 256"},
+      {grouping != Grouping::kContraction || c.is_1d1d,
+       "groups of the contraction must have 1x128 scales of rhs"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
       {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % SlabColumns(c) == 0),
        "slabs need block_m of at least 64 and block_n a multiple of 32"},
@@ -124,9 +128,9 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
   const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
   bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
   bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
-  bytes = RoundUp(bytes, 8) + num_stages * 16;          // full and empty barriers
-  bytes += config.grouping == 1 ? 2 * (8 + 8 + 4) : 4;  // queue
-  bytes += config.grouping == 0 ? 4 : (3 * (kMaxGroups + 2) + 3) * 4;
+  bytes = RoundUp(bytes, 8) + num_stages * 16;                           // full and empty barriers
+  bytes += GroupingOf(config) == Grouping::kRows ? 2 * (8 + 8 + 4) : 4;  // queue
+  bytes += GroupingOf(config) == Grouping::kNone ? 4 : (3 * (kMaxGroups + 2) + 3) * 4;
   return RoundUp(bytes, 1024);
 }
 

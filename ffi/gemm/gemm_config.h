@@ -13,6 +13,10 @@
 
 namespace jax_fp8gemm {
 
+// What the groups of a product cut: nothing, the rows of lhs and out, or the contraction. The
+// kernels have the same enum in cuda/groups.cuh.
+enum class Grouping : int32_t { kNone, kRows, kContraction };
+
 // The attribute `config`: all that is compiled in, and num_sms. A tile is what one CTA computes.
 struct GemmConfig {
   int32_t block_m, block_n;      // the tile
@@ -26,7 +30,7 @@ struct GemmConfig {
   int32_t out_f32;               // out is f32, otherwise bf16
   int32_t accumulate;            // out = accum + product; f32 only
   int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
-  int32_t grouping;              // what groups cut: 0 nothing, 1 rows of lhs, 2 the contraction
+  int32_t grouping;              // what the groups of the product cut: a Grouping
   int32_t num_sms;               // CTAs to launch at most; not compiled in
 };
 
@@ -43,6 +47,10 @@ struct ConfigFields<GemmConfig> {
       {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"sub_n", &GemmConfig::sub_n},
   };
 };
+
+inline Grouping GroupingOf(const GemmConfig& config) {
+  return static_cast<Grouping>(config.grouping);
+}
 
 // A slab stages 64 rows of up to 128 bytes of out.
 constexpr int64_t kSlabRows = 64, kSlabBytes = kSlabRows * 128;

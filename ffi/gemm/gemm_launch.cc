@@ -40,8 +40,8 @@ int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
 // Tiles of the last, incomplete round that the kernel cuts into their consumers' parts.
 int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
   // Mirrors Tile::kCutsLast.
-  const bool is_cut = config.is_1d1d && config.grouping == 0 && config.num_consumers > 1 &&
-                      config.cluster_m * config.cluster_n == 1;
+  const bool is_cut = config.is_1d1d && GroupingOf(config) == Grouping::kNone &&
+                      config.num_consumers > 1 && config.cluster_m * config.cluster_n == 1;
   const int64_t rest = num_tiles % config.num_sms;
   return is_cut && rest * config.num_consumers <= config.num_sms ? rest : 0;
 }
@@ -63,14 +63,15 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   FFI_ASSIGN_OR_RETURN(params.rhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
                                          kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
-  if (config.grouping == 1) {
+  if (GroupingOf(config) == Grouping::kRows) {
     FFI_ASSIGN_OR_RETURN(params.lhs_part,
                          EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
                                            kScaleBlock, kPartRows, kSwizzle));
   }
   if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.
-    const uint32_t num_row_scales = config.block_m + (config.grouping == 1 ? 4 : 0);
+    const uint32_t num_row_scales =
+        config.block_m + (GroupingOf(config) == Grouping::kRows ? 4 : 0);
     FFI_ASSIGN_OR_RETURN(
         params.lhs_scale_map,
         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.lhs_scale, m, kb, 4 * m,
@@ -114,7 +115,8 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, GemmKernelName, smem_bytes));
   FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
   // Of one group, if all are of the same size.
-  const int64_t m = config.grouping == 1 ? CeilDiv(params.m, params.num_groups) : params.m;
+  const int64_t m =
+      GroupingOf(config) == Grouping::kRows ? CeilDiv(params.m, params.num_groups) : params.m;
   params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),
                                CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
   const int64_t num_cut = CountCutTiles(config, max_tiles);

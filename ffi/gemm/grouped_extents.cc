@@ -7,12 +7,13 @@
 
 namespace jax_fp8gemm {
 
-ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, int32_t grouping,
+ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, Grouping grouping,
                                const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs,
                                const ffi::AnyBuffer& group_sizes, const ffi::AnyBuffer& out) {
   FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
-  if (config.grouping != grouping) {
-    return InvalidArgument(op, ": config must have grouping ", grouping, "; got ", config.grouping);
+  if (GroupingOf(config) != grouping) {
+    return InvalidArgument(op, ": config must have grouping ", static_cast<int32_t>(grouping),
+                           "; got ", config.grouping);
   }
   const bool are_matrices = lhs.dimensions().size() == 2 && rhs.dimensions().size() == 2 &&
                             out.dimensions().size() == 2 && group_sizes.dimensions().size() == 1;

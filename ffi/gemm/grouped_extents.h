@@ -14,7 +14,7 @@ namespace jax_fp8gemm {
 // InvalidArgument unless a kernel can be built from the config and its groups cut what `grouping`
 // says, lhs, rhs and out are matrices, group_sizes a vector of 1 to 1024 groups, and all extents
 // are what the kernel can index.
-ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, int32_t grouping,
+ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, Grouping grouping,
                                const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs,
                                const ffi::AnyBuffer& group_sizes, const ffi::AnyBuffer& out);
 

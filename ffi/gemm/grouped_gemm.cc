@@ -34,7 +34,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
   return NoThrow([&]() -> ffi::Error {
     constexpr const char* kOp = "grouped_gemm";
     constexpr ffi::DataType kF32 = ffi::DataType::F32, kS32 = ffi::DataType::S32;
-    FFI_RETURN_IF_ERROR(CheckGroupedExtents(kOp, config, 1, lhs, rhs, group_sizes, *out));
+    FFI_RETURN_IF_ERROR(
+        CheckGroupedExtents(kOp, config, Grouping::kRows, lhs, rhs, group_sizes, *out));
     const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1], n = out->dimensions()[1];
     const int64_t g = group_sizes.dimensions()[0];
     const int64_t kb = CeilDiv(k, kScaleBlock), nb = CeilDiv(n, kScaleBlock);

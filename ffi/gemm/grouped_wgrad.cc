@@ -26,7 +26,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
   return NoThrow([&]() -> ffi::Error {
     constexpr const char* kOp = "grouped_wgrad";
     constexpr ffi::DataType kF32 = ffi::DataType::F32, kS32 = ffi::DataType::S32;
-    FFI_RETURN_IF_ERROR(CheckGroupedExtents(kOp, config, 2, lhs, rhs, group_sizes, *out));
+    FFI_RETURN_IF_ERROR(
+        CheckGroupedExtents(kOp, config, Grouping::kContraction, lhs, rhs, group_sizes, *out));
     const int64_t m = lhs.dimensions()[0], t = lhs.dimensions()[1], n = rhs.dimensions()[0];
     const int64_t g = group_sizes.dimensions()[0], tb = CeilDiv(t, kScaleBlock);
     const ffi::DataType out_type = config.out_f32 ? kF32 : ffi::DataType::BF16;

@@ -32,7 +32,7 @@ struct BulkLoader {
         load_k_blocks<kIsAligned>(work, 0, late, rank, ring);
         prefetch_out(work);
         load_k_blocks<kIsAligned>(work, late, work.num_k_blocks, rank, ring);
-      } else if (Config::kGrouping == kGroupedRows && count_parts(work) < kNumParts) {
+      } else if (grouping_of<Config>() == Grouping::kRows && count_parts(work) < kNumParts) {
         load_k_blocks<kIsAligned, true>(work, 0, work.num_k_blocks, rank, ring);
       } else {
         load_k_blocks<kIsAligned>(work, 0, work.num_k_blocks, rank, ring);

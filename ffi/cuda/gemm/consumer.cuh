@@ -26,7 +26,7 @@ struct Consumer {
     for (; scheduler.has_tile(scheduler.count()); scheduler.next(batches.lane)) {
       const Work work = scheduler.locate(scheduler.tile);
       const int row = work.row + batches.consumer * Tile::kRows;
-      if constexpr (Config::kGrouping == kGroupedContraction) {
+      if constexpr (grouping_of<Config>() == Grouping::kContraction) {
         batches.num_k_blocks = uniform(work.num_k_blocks);
       }
       batches.scale_row =
@@ -40,10 +40,11 @@ struct Consumer {
       // the ring would be kept per lane, and every k-block would begin with the 80 cycles that make
       // it uniform again.
       if (__any_sync(0xffffffff, row >= work.row_end)) {
-        loop.skip(Config::kGrouping == kGroupedContraction ? batches.num_k_blocks
-                                                           : work.num_k_blocks);
+        loop.skip(grouping_of<Config>() == Grouping::kContraction ? batches.num_k_blocks
+                                                                  : work.num_k_blocks);
       } else {
-        if (Config::kGrouping != kGroupedRows || __any_sync(0xffffffff, work.num_k_blocks > 0)) {
+        if (grouping_of<Config>() != Grouping::kRows ||
+            __any_sync(0xffffffff, work.num_k_blocks > 0)) {
           loop.multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
         }
         store(row, work.row_end, work.column);
@@ -74,7 +75,8 @@ struct Consumer {
     const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32;
     const int end = min(row_end, row + min(Config::kBlockM, Tile::kRows));  // of a short tile
     if constexpr (Config::kNumSlabs > 0) {
-      if (Config::kGrouping == kNoGroups || __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
+      if (grouping_of<Config>() == Grouping::kNone ||
+          __all_sync(0xffffffff, row + Tile::kRows <= row_end)) {
         store_tma<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
                   Config::kNumSlabs>(&params.out_map, batches.shared.slabs[batches.consumer],
                                      batches.promoted, row, column, batches.consumer, warp, lane);

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::GemmParams params) {
   using namespace jax_fp8gemm;
   using Tile = jax_fp8gemm::Tile<Config>;
-  using Scheduler = typename SchedulerOf<Config, Config::kGrouping>::Type;
+  using Scheduler = typename SchedulerOf<Config, grouping_of<Config>()>::Type;
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& shared = *reinterpret_cast<typename Tile::SharedStorage*>(dynamic_smem);
   const bool writes_scales = ScaleWriter<Config, Scheduler>::is_needed(params);

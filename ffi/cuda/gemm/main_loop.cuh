@@ -49,7 +49,7 @@ struct MainLoop {
   // wgmma counts. So the barrier of the next k-block is tested early in the last promotion, and
   // waited for only if it was not yet full.
   __device__ __forceinline__ void multiply_by_one(int boundary) {
-    if (Config::kGrouping != kGroupedContraction || batches.num_k_blocks > 0) {
+    if (grouping_of<Config>() != Grouping::kContraction || batches.num_k_blocks > 0) {
       batches.wait();
     }
     if constexpr (Tile::kExchanges) {

@@ -48,7 +48,7 @@ struct StaticWalk {
   // NOTE: by what the loop counts. Otherwise ptxas no longer sees that warps stay together, and
   // keeps the position in the ring per lane.
   __device__ __forceinline__ bool has_tile(int count) const {
-    return tile < (Config::kGrouping == kNoGroups ? count : uniform(count));
+    return tile < (grouping_of<Config>() == Grouping::kNone ? count : uniform(count));
   }
 };
 
@@ -193,32 +193,32 @@ struct RaggedContractionScheduler : StaticWalk<Config> {
 // Initialises the barriers of the queue, if there is one, by one thread.
 template <typename Config, typename SharedStorage>
 __device__ __forceinline__ void init_queue(SharedStorage& shared) {
-  if constexpr (Config::kGrouping == kGroupedRows) shared.queue.init(Config::kNumConsumers);
+  if constexpr (grouping_of<Config>() == Grouping::kRows) shared.queue.init(Config::kNumConsumers);
 }
 
 // Fills the group table that the schedulers read, by one warp.
 template <typename Config, typename SharedStorage>
 __device__ __forceinline__ void fill_groups(const GemmParams& params, SharedStorage& shared) {
-  if constexpr (Config::kGrouping == kGroupedRows) {
+  if constexpr (grouping_of<Config>() == Grouping::kRows) {
     shared.groups.fill(params.group_sizes, params.first_row, params.num_groups, params.lhs_rows,
                        params.rows_per_group, Config::kBlockM, 0xffffffff,
                        params.rows_per_group == 0);
-  } else if constexpr (Config::kGrouping == kGroupedContraction) {
+  } else if constexpr (grouping_of<Config>() == Grouping::kContraction) {
     shared.groups.fill(params.group_sizes, nullptr, params.num_groups, params.k, 0, 128,
                        params.k / 128, false);
   }
 }
 
-template <typename Config, int kGrouping>
+template <typename Config, Grouping kGrouping>
 struct SchedulerOf {
   using Type = DenseScheduler<Config>;
 };
 template <typename Config>
-struct SchedulerOf<Config, kGroupedRows> {
+struct SchedulerOf<Config, Grouping::kRows> {
   using Type = RaggedScheduler<Config>;
 };
 template <typename Config>
-struct SchedulerOf<Config, kGroupedContraction> {
+struct SchedulerOf<Config, Grouping::kContraction> {
   using Type = RaggedContractionScheduler<Config>;
 };
 

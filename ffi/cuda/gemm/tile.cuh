@@ -61,10 +61,10 @@ struct Tile {
       kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs + kSubRegs / 2 <= 216;
   static constexpr int kBatches = kGroup * kSubs;
   // Whether tiles of the last round are cut. In 1d2d this gained nothing, in 1d1d up to 2 %.
-  static constexpr bool kCutsLast = Config::kIs1d1d && Config::kGrouping == kNoGroups &&
+  static constexpr bool kCutsLast = Config::kIs1d1d && grouping_of<Config>() == Grouping::kNone &&
                                     Config::kNumConsumers > 1 && Config::kClusterSize == 1;
   // Groups of rows: whether short tiles exchange their operands (exchanged_tile.cuh).
-  static constexpr bool kExchanges = Config::kGrouping == kGroupedRows &&
+  static constexpr bool kExchanges = grouping_of<Config>() == Grouping::kRows &&
                                      Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
                                      Config::kBlockM == 128 && Config::kBlockN == 256;
   static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
@@ -72,7 +72,7 @@ struct Tile {
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
   // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
   static constexpr int kLhsScaleBytes =
-      (Config::kBlockM + (Config::kGrouping == kGroupedRows ? 4 : 0)) * 4;
+      (Config::kBlockM + (grouping_of<Config>() == Grouping::kRows ? 4 : 0)) * 4;
   // Row scales of a stage in shared memory: with room for RowScales::kWindow.
   static constexpr int kRowScales =
       ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
@@ -94,8 +94,8 @@ struct Tile {
                                 [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
     alignas(8) Barrier full[Config::kNumStages];
     alignas(8) Barrier empty[Config::kNumStages];
-    typename Conditional<Config::kGrouping == kGroupedRows, TileQueue, Empty>::Type queue;
-    typename Conditional<Config::kGrouping == kNoGroups, Empty, GroupTable>::Type groups;
+    typename Conditional<grouping_of<Config>() == Grouping::kRows, TileQueue, Empty>::Type queue;
+    typename Conditional<grouping_of<Config>() == Grouping::kNone, Empty, GroupTable>::Type groups;
   };
 
   static_assert(kRows % 64 == 0, "a consumer's rows must be whole wgmma tiles of 64");
