@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/tile.cuh"
-#include "gemm/tile_queue.cuh"
+#include "gemm/tile_walk.cuh"
 #include "groups.cuh"
 #include "ptx/ptx.cuh"
 
@@ -27,48 +27,6 @@ __device__ __forceinline__ void locate_in_raster(int unit, int num_units_m, int 
   n_idx = in_band / rows;
   m_idx = band * raster + in_band - n_idx * rows;
 }
-
-// How the roles walk the tiles, of which the CTA's next is `tile` as long as that is below count():
-//   a warp      for (; scheduler.has_tile(scheduler.count()); scheduler.next(lane))
-//   a lane      for (; scheduler.tile < scheduler.count(); scheduler.next())
-//   producer warp 1, for all of them: in every tile taken = scheduler.take(), next =
-//               scheduler.hand_out(taken) when kHandOutAhead k-blocks are left, then
-//               scheduler.tile = next
-
-// Tiles dealt out in turns.
-template <typename Config>
-struct StaticWalk {
-  static constexpr int kHandOutAhead = 32;  // as early as scales are loaded
-  int tile = blockIdx.x / Config::kClusterSize;
-
-  __device__ __forceinline__ int take() const { return tile + gridDim.x / Config::kClusterSize; }
-  __device__ __forceinline__ int hand_out(int taken) const { return taken; }
-  __device__ __forceinline__ void next(int = 0) { tile = take(); }
-
-  // NOTE: by what the loop counts. Otherwise ptxas no longer sees that warps stay together, and
-  // keeps the position in the ring per lane.
-  __device__ __forceinline__ bool has_tile(int count) const {
-    return tile < (grouping_of<Config>() == Grouping::kNone ? count : uniform(count));
-  }
-};
-
-// Tiles handed out one by one: late, to whom is done first, and when the counter has answered, but
-// early enough for the tile's first scales to arrive.
-struct DynamicWalk {
-  static constexpr int kHandOutAhead = 5;
-  int tile = blockIdx.x;
-  int step = 0;
-  TileQueueCursor queue;
-
-  __device__ __forceinline__ explicit DynamicWalk(TileQueue& queue) : queue{queue} {}
-  __device__ __forceinline__ void next(int lane) { tile = queue.receive(lane), ++step; }
-  __device__ __forceinline__ void next() { tile = queue.receive(); }
-
-  // NOTE: by the steps and not the tile, as above.
-  __device__ __forceinline__ bool has_tile(int count) const {
-    return step < uniform(tile < count ? 0x7fffffff : 0);
-  }
-};
 
 // Walks the tiles of a product without groups. If kCutsLast, those of the last, incomplete round
 // are cut into the rows of their consumers where all of those find a CTA: from first_part on, a
