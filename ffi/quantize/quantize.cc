@@ -25,7 +25,7 @@ int64_t NumThreads(const QuantizeConfig& config) {
   return 32 * (config.mode == kRow ? kRowWarps : kTileWarps);
 }
 
-// Dynamic shared memory of a CTA: kPrefetchBytes of cuda/quantize/swiglu.cuh for each thread.
+// Dynamic shared memory of a CTA: SwigluSource::kPrefetchBytes for each thread.
 int PrefetchBytes(const QuantizeConfig& config) {
   const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
   if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;

@@ -1,7 +1,7 @@
 // The FFI targets jax_fp8gemm_quantize, jax_fp8gemm_swiglu_quantize,
 // jax_fp8gemm_swiglu_grad_quantize and jax_fp8gemm_gather_quantize: to FP8 with f32 scales. One set
 // of handlers serves them all, as config.source says; see cuda/quantize/quantize.cuh for the
-// results of each mode, cuda/quantize/swiglu.cuh and cuda/quantize/gather.cuh for what is
+// results of each mode, and swiglu_source.cuh and gather_source.cuh beside it for what is
 // quantised.
 //
 // Operands, row-major:

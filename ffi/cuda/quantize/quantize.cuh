@@ -41,12 +41,12 @@
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
 
-#include "quantize/gather.cuh"
+#include "quantize/gather_source.cuh"
 #include "quantize/quantize_params.cuh"
 #include "quantize/quantize_scale.cuh"
 #include "quantize/quantize_source.cuh"
 #include "quantize/quantize_walk.cuh"
-#include "quantize/swiglu.cuh"
+#include "quantize/swiglu_source.cuh"
 
 namespace jax_fp8gemm {
 

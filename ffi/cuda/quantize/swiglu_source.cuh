@@ -1,0 +1,201 @@
+// SwiGLU and its gradient as sources of a quantiser: computed from gate_up and dh, in bf16 or f32,
+// where the quantiser holds its elements. swiglu.cuh has the formulas.
+//
+// A CTA computes its 128 columns of [dgate, dup] alone. Where column f is among them, a thread has
+// gates or ups, or both if f is no multiple of 8. CTAs of dgate and of dup take turns, so that the
+// second one finds gate and dh in the L2.
+#pragma once
+
+#include "quantize/quantize_source.cuh"
+#include "quantize/swiglu.cuh"
+
+namespace jax_fp8gemm {
+
+template <int kInput, bool kIsGrad>
+struct SwigluSource {
+  using Elements = Fragment<kF32>;
+  using Part = SwigluPart;
+
+  static constexpr int kBytes = Fragment<kInput>::kElemBytes;
+  // f32 is not prefetched: only one CTA would fit an SM.
+  static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
+
+  static __device__ __forceinline__ bool is_aligned(int k) { return k % (kIsGrad ? 16 : 8) == 0; }
+
+  static __device__ __forceinline__ int k_block(int i, int num_k_blocks) {
+    return kIsGrad ? i / 2 + i % 2 * ceil_div(num_k_blocks, 2) : i;
+  }
+
+  static __device__ __forceinline__ void prefetch(const QuantizeParams& params, int row, int column,
+                                                  int row_end) {
+    const int f = kIsGrad ? params.k / 2 : params.k;
+    if constexpr (!kIsGrad) {
+      prefetch_part<Part::kH>(params, row, column, row_end, f);
+    } else if (column < f) {
+      prefetch_part<Part::kDgate>(params, row, column, row_end, f);
+    } else {
+      prefetch_part<Part::kDup>(params, row, column - f, row_end, f);
+    }
+  }
+
+  template <bool kIsAligned>
+  static __device__ __forceinline__ void fill(Elements& elements, const QuantizeParams& params,
+                                              int row, int column, int row_end) {
+    const int f = kIsGrad ? params.k / 2 : params.k;
+    if constexpr (!kIsAligned) {
+      fill_by_elements(elements, params, row, column, row_end, f);
+    } else if constexpr (!kIsGrad) {
+      fill_part<Part::kH>(elements, params, row, column, row_end, f);
+    } else if (column < f) {
+      fill_part<Part::kDgate>(elements, params, row, column, row_end, f);
+    } else {
+      fill_part<Part::kDup>(elements, params, row, column - f, row_end, f);
+    }
+  }
+
+ private:
+  enum Operand { kGate, kUp, kDh };
+
+  // Where a row of an operand is prefetched to. The 16 bytes of a warp's lanes are neighbours.
+  static __device__ __forceinline__ uint32_t address(Operand operand, int row) {
+    extern __shared__ uint4 prefetched[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return smem_address(prefetched) + warp * 32 * kPrefetchBytes +
+           (operand * kFragmentRows + row) * 512 + lane * 16;
+  }
+
+  // Columns `column`.. of one part, of its f.
+  template <Part kPart>
+  static __device__ __forceinline__ void prefetch_part(const QuantizeParams& params, int row,
+                                                       int column, int row_end, int f) {
+    const int num_rows = column < f ? row_end - row : 0;  // may be negative
+    copy_rows(kGate, params.x, row, column, num_rows, 2 * f);
+    if constexpr (kPart != Part::kDup) copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
+    if constexpr (kPart != Part::kH) copy_rows(kDh, params.dh, row, column, num_rows, f);
+  }
+
+  // Starts to copy 8 columns of the fragment's rows; zeros from the num_rows-th on.
+  static __device__ __forceinline__ void copy_rows(Operand operand, const uint8_t* x, int row,
+                                                   int column, int num_rows, int stride) {
+    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * kBytes;
+#pragma unroll
+    for (int i = 0; i < kFragmentRows; ++i) {
+      cp_async_16(address(operand, i), source, i < num_rows ? 16 : 0);
+      source += static_cast<int64_t>(stride) * kBytes;
+    }
+  }
+
+  // Columns `column`.. of one part, of its f.
+  template <Part kPart>
+  static __device__ __forceinline__ void fill_part(Elements& elements, const QuantizeParams& params,
+                                                   int row, int column, int row_end, int f) {
+    if constexpr (kPrefetchBytes > 0) {
+      cp_async_wait_all();
+#pragma unroll
+      for (int i = 0; i < kFragmentRows; ++i) {
+        Fragment<kInput, 1> gate, up, dh;
+        up.clear();
+        dh.clear();
+        load_shared_16(gate.words[0][0], address(kGate, i));
+        if constexpr (kPart != Part::kDup) load_shared_16(up.words[0][0], address(kUp, i));
+        if constexpr (kPart != Part::kH) load_shared_16(dh.words[0][0], address(kDh, i));
+        set_rows<kPart>(elements, i, gate, up, dh);
+      }
+    } else {
+      load_part<kPart>(elements, params, row, column, row_end, f);
+    }
+  }
+
+  // NOTE: the branch, which is all but always taken, keeps ptxas from computing before all loads
+  // are under way.
+  template <Part kPart>
+  static __device__ __forceinline__ void load_part(Elements& elements, const QuantizeParams& params,
+                                                   int row, int column, int row_end, int f) {
+    constexpr int kRowsAtOnce = 2;
+#pragma unroll
+    for (int first = 0; first < kFragmentRows; first += kRowsAtOnce) {
+      Fragment<kInput, kRowsAtOnce> gate, up, dh;
+      up.clear();
+      dh.clear();
+      gate.template load<true>(params.x, row + first, column, row_end, f, 2 * f);
+      if constexpr (kPart != Part::kDup) {
+        up.template load<true>(params.x, row + first, f + column, row_end, 2 * f, 2 * f);
+      }
+      if constexpr (kPart != Part::kH) {
+        dh.template load<true>(params.dh, row + first, column, row_end, f, f);
+      }
+      const bool has_rows = row_end > first;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragmentColumns; ++j) elements.set(first + i, j, 0.0f);
+      }
+      if (has_rows) set_rows<kPart>(elements, first, gate, up, dh);
+    }
+  }
+
+  template <Part kPart, int kRows>
+  static __device__ __forceinline__ void set_rows(Elements& elements, int first,
+                                                  const Fragment<kInput, kRows>& gate,
+                                                  const Fragment<kInput, kRows>& up,
+                                                  const Fragment<kInput, kRows>& dh) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) {
+        elements.set(first + i, j, swiglu<kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
+      }
+    }
+  }
+
+  // Rows that are not aligned, element by element. What lies outside reads the first elements of
+  // the arrays instead: without branches, the loads of a row are in flight at once.
+  static __device__ __forceinline__ void fill_by_elements(Elements& elements,
+                                                          const QuantizeParams& params, int row,
+                                                          int column, int row_end, int f) {
+    elements.clear();
+#pragma unroll 1
+    for (int i = 0; i < kFragmentRows; ++i) {
+      const bool is_row = row + i < row_end;
+      const int64_t source_row = is_row ? row + i : 0;
+      const uint8_t* gate_up_row = params.x + source_row * (2 * f) * kBytes;
+      const uint8_t* dh_row = params.dh + source_row * f * kBytes;
+      elements.shift_rows(1);
+#pragma unroll
+      for (int j = 0; j < kFragmentColumns; ++j) {
+        const bool is_inside = is_row && column + j < params.k;
+        const bool is_dup = kIsGrad && column + j >= f;
+        const int source = is_inside ? column + j - (is_dup ? f : 0) : 0;
+        const float gate = load_element(gate_up_row, source);
+        const float up = load_element(gate_up_row, f + source);
+        float x;
+        if constexpr (kIsGrad) {
+          const float dh = load_element(dh_row, source);
+          const float dgate = swiglu<Part::kDgate>(gate, up, dh);
+          const float dup = swiglu<Part::kDup>(gate, up, dh);
+          x = is_dup ? dup : dgate;
+        } else {
+          x = swiglu<Part::kH>(gate, up, 0.0f);
+        }
+        elements.set(kFragmentRows - 1, j, is_inside ? x : 0.0f);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float load_element(const uint8_t* row, int column) {
+    if constexpr (kInput == kF32) {
+      return __ldg(reinterpret_cast<const float*>(row) + column);
+    } else {
+      const uint32_t bits = __ldg(reinterpret_cast<const uint16_t*>(row) + column);
+      return __uint_as_float(Fragment<kInput>::f32_bits(bits, 0));
+    }
+  }
+};
+
+template <int kInput>
+struct QuantizeSource<kSwiglu, kInput> : SwigluSource<kInput, false> {};
+
+template <int kInput>
+struct QuantizeSource<kSwigluGrad, kInput> : SwigluSource<kInput, true> {};
+
+}  // namespace jax_fp8gemm
