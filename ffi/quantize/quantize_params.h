@@ -14,10 +14,7 @@ namespace jax_fp8gemm {
 struct QuantizeParams {
   const void* x;   // gate_up of SwiGLU
   const void* dh;  // the gradient of SwiGLU
-  void* values;
-  void* scale;
-  void* transposed;
-  void* transposed_scale;
+  void *values, *scale, *transposed, *transposed_scale;
   int32_t m, k;                     // of what is quantised
   int32_t num_m_blocks;             // tiles down the rows; mode "row": unset
   int32_t num_columns, num_groups;  // ragged

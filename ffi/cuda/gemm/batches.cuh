@@ -30,7 +30,7 @@ struct Batches {
 
   int num_k_blocks;    // of the tile
   uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
-  RingCursor<Config::kNumStages> ring;
+  typename Tile::Ring ring;
   KBlock blocks[Tile::kGroup];
   uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
   float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch

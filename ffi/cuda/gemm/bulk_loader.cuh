@@ -12,7 +12,7 @@ namespace jax_fp8gemm {
 template <typename Config, typename Scheduler>
 struct BulkLoader {
   using Tile = jax_fp8gemm::Tile<Config>;
-  using Ring = RingCursor<Config::kNumStages>;
+  using Ring = typename Tile::Ring;
 
   const GemmParams& params;
   typename Tile::SharedStorage& shared;

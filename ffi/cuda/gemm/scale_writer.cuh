@@ -11,7 +11,6 @@ namespace jax_fp8gemm {
 template <typename Config, typename Scheduler>
 struct ScaleWriter {
   using Tile = jax_fp8gemm::Tile<Config>;
-  using Ring = RingCursor<Config::kNumStages>;
   using ColumnScales = BlockScales<Tile::kNumColumnBlocks>;
   static constexpr int kChunk = ColumnScales::kChunk;
 
@@ -30,7 +29,7 @@ struct ScaleWriter {
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
     ColumnScales scales;
-    Ring ring;
+    typename Tile::Ring ring;
     if constexpr (!Config::kIs1d1d) prefetch_tile(scales, scheduler, scheduler.tile);
     for (int next; scheduler.tile < scheduler.count(); scheduler.tile = next) {
       const Work work = scheduler.locate(scheduler.tile);
@@ -59,7 +58,8 @@ struct ScaleWriter {
  private:
   // Stores the scales of k-blocks first .. end-1 of a tile, in 1d2d all in one chunk.
   __device__ __forceinline__ void write(const Work& work, int first, int end,
-                                        const ColumnScales& scales, Ring& ring) const {
+                                        const ColumnScales& scales,
+                                        typename Tile::Ring& ring) const {
     const int lane = thread_index() % 32;
     const int num_k_blocks = ceil_div(params.k, 128);
     const bool is_rest_left = has_rest(params.lhs_rows, num_k_blocks);

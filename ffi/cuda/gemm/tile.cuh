@@ -2,6 +2,7 @@
 // supports.
 #pragma once
 
+#include "gemm/pipeline.cuh"
 #include "gemm/tile_queue.cuh"
 #include "groups.cuh"
 #include "ptx/mbarrier.cuh"
@@ -42,6 +43,7 @@ struct Conditional<false, Then, Else> {
 
 template <typename Config>
 struct Tile {
+  using Ring = RingCursor<Config::kNumStages>;
   static constexpr int kScaleBlock = 128;
   static constexpr int kRows =
       Config::kBlockM / Config::kNumConsumers < 64 ? 64 : Config::kBlockM / Config::kNumConsumers;

@@ -32,13 +32,23 @@ __device__ __forceinline__ uint32_t select(bool condition, uint32_t if_true, uin
   return result;
 }
 
+// Define the wrapper of an f32 instruction with one operand, or with two.
+#define JAX_FP8GEMM_UNARY_F32(name, instruction)         \
+  __device__ __forceinline__ float name(float a) {       \
+    float result;                                        \
+    asm(instruction " %0, %1;" : "=f"(result) : "f"(a)); \
+    return result;                                       \
+  }
+#define JAX_FP8GEMM_BINARY_F32(name, instruction)                    \
+  __device__ __forceinline__ float name(float a, float b) {          \
+    float result;                                                    \
+    asm(instruction " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b)); \
+    return result;                                                   \
+  }
+
 // f32 arithmetic (PTX ISA, add, mul, fma, div, rcp): IEEE, to nearest even.
 
-__device__ __forceinline__ float add_rn(float a, float b) {
-  float result;
-  asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
+JAX_FP8GEMM_BINARY_F32(add_rn, "add.rn.f32")
 
 __device__ __forceinline__ float fma_rn(float a, float b, float c) {
   float result;
@@ -46,37 +56,17 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
   return result;
 }
 
-__device__ __forceinline__ float mul_rn(float a, float b) {
-  float result;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
+JAX_FP8GEMM_BINARY_F32(mul_rn, "mul.rn.f32")
 
-__device__ __forceinline__ float div_rn(float a, float b) {
-  float result;
-  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
+JAX_FP8GEMM_BINARY_F32(div_rn, "div.rn.f32")
 
-__device__ __forceinline__ float rcp_rn(float a) {
-  float result;
-  asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
-  return result;
-}
+JAX_FP8GEMM_UNARY_F32(rcp_rn, "rcp.rn.f32")
 
 // Approximations (PTX ISA, ex2, rcp): relative errors of 2^-22 and 2^-23; subnormal results are 0.
 
-__device__ __forceinline__ float ex2_approx(float a) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
-  return result;
-}
+JAX_FP8GEMM_UNARY_F32(ex2_approx, "ex2.approx.ftz.f32")
 
-__device__ __forceinline__ float rcp_approx(float a) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
-  return result;
-}
+JAX_FP8GEMM_UNARY_F32(rcp_approx, "rcp.approx.ftz.f32")
 
 __device__ __forceinline__ float f32_from_f16(uint16_t bits) {
   float result;

@@ -57,8 +57,14 @@ __device__ __forceinline__ bool mbarrier_test(Barrier* barrier, uint32_t parity)
 // Waits until the phase with this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(Barrier* barrier, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\nbra wait;\nfinished:\n}\n" ::"r"(smem_address(barrier)),
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra wait;\n"
+      "finished:\n"
+      "}\n" ::"r"(smem_address(barrier)),
       "r"(parity)
       : "memory");
 }

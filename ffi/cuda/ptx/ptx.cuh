@@ -47,6 +47,19 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected != 0;
 }
 
+// Register reallocation between warpgroups (PTX ISA, setmaxnreg). kNumRegs: a multiple of 8
+// in 24..256.
+
+template <int kNumRegs>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kNumRegs));
+}
+
+template <int kNumRegs>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNumRegs));
+}
+
 // Barriers and fences.
 
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t num_threads) {
@@ -64,19 +77,6 @@ __device__ __forceinline__ void cluster_wait() {
 // Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Register reallocation between warpgroups (PTX ISA, setmaxnreg). kNumRegs: a multiple of 8
-// in 24..256.
-
-template <int kNumRegs>
-__device__ __forceinline__ void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kNumRegs));
-}
-
-template <int kNumRegs>
-__device__ __forceinline__ void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kNumRegs));
 }
 
 // Asynchronous copies by threads (PTX ISA, cp.async), which go past the L1.

@@ -9,15 +9,10 @@
 namespace jax_fp8gemm {
 
 template <int kInput, bool kIsWeighted>
-struct GatherSource {
+struct GatherSource : DirectSource {
   static constexpr bool kIsFp8 = kInput >= kE4M3;
   static constexpr bool kIsCopy = !kIsFp8 && !kIsWeighted;
   using Elements = Fragment<kIsCopy ? kInput : kF32>;
-
-  static constexpr int kPrefetchBytes = 0;
-
-  static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
-  static __device__ __forceinline__ int k_block(int i, int) { return i; }
 
   template <bool kIsAligned>
   static __device__ __forceinline__ void fill(Elements& elements, const QuantizeParams& params,

@@ -17,17 +17,20 @@ namespace jax_fp8gemm {
 
 enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeightedGather = 4 };
 
-template <int kSource, int kInput>
-struct QuantizeSource;
-
-template <int kInput>
-struct QuantizeSource<kPlain, kInput> {
-  using Elements = Fragment<kInput>;
-
+// A source that prefetches nothing and has no order of k-blocks of its own.
+struct DirectSource {
   static constexpr int kPrefetchBytes = 0;
 
   static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
   static __device__ __forceinline__ int k_block(int i, int) { return i; }
+};
+
+template <int kSource, int kInput>
+struct QuantizeSource;
+
+template <int kInput>
+struct QuantizeSource<kPlain, kInput> : DirectSource {
+  using Elements = Fragment<kInput>;
 
   template <bool kIsAligned>
   static __device__ __forceinline__ void fill(Elements& elements, const QuantizeParams& params,
