@@ -109,18 +109,12 @@ nb::dict Compile(const KernelSource& source) {
   return report;
 }
 
-nb::dict CompileGemm(const nb::dict& dict) {
-  const auto config = ParseConfig<GemmConfig>(dict);
-  const ffi::Error error = CheckGemmConfig(config);
+template <typename Config>
+nb::dict CompileConfig(const nb::dict& dict) {
+  const auto config = ParseConfig<Config>(dict);
+  const ffi::Error error = CheckConfig(config);
   if (error.failure()) throw nb::value_error(error.message().c_str());
-  return Compile(GemmSource(config));
-}
-
-nb::dict CompileQuantize(const nb::dict& dict) {
-  const auto config = ParseConfig<QuantizeConfig>(dict);
-  const ffi::Error error = CheckQuantizeConfig(config);
-  if (error.failure()) throw nb::value_error(error.message().c_str());
-  return Compile(QuantizeKernelSource(config));
+  return Compile(MakeKernelSource(config));
 }
 
 }  // namespace
@@ -159,8 +153,8 @@ NB_MODULE(_ext, module) {
       },
       nb::kw_only(), nb::arg("source_dir"), nb::arg("cache_dir"), nb::arg("nvrtc_paths"),
       nb::arg("is_debug"), nb::arg("dump_dir"));
-  module.def("compile_gemm", &CompileGemm, nb::arg("config"));
-  module.def("compile_quantize", &CompileQuantize, nb::arg("config"));
+  module.def("compile_gemm", &CompileConfig<GemmConfig>, nb::arg("config"));
+  module.def("compile_quantize", &CompileConfig<QuantizeConfig>, nb::arg("config"));
 }
 
 }  // namespace jax_fp8gemm

@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
+#include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
@@ -78,19 +79,11 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   return params;
 }
 
-ffi::Error Instantiate(GemmConfig config) {
-  return NoThrow([&] { return InstantiateGemm(config); });
-}
-
-ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config) {
-  return NoThrow([&] { return PrepareGemm(config); });
-}
-
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                    ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::RemainingArgs accum,
                    ffi::Result<ffi::AnyBuffer> out, GemmConfig config) {
   return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+    FFI_RETURN_IF_ERROR(CheckConfig(config));
     FFI_ASSIGN_OR_RETURN(GemmParams params,
                          BindParams(config, lhs, lhs_scale, rhs, rhs_scale, accum, *out));
     const int64_t num_units = CeilDiv(params.m, config.block_m * config.cluster_m) *
@@ -102,12 +95,10 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInstantiateHandler, Instantiate,
-                              ffi::Ffi::BindInstantiate().Attr<GemmConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInstantiateHandler, Instantiate<GemmConfig>,
+                              BindInstantiate<GemmConfig>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    GemmPrepareHandler, Prepare,
-    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attr<GemmConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmPrepareHandler, Prepare<GemmConfig>, BindPrepare<GemmConfig>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmExecuteHandler, Execute,
                               ffi::Ffi::Bind()

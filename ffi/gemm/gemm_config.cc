@@ -96,7 +96,7 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.num_slabs < 2 || c.num_slabs >= num_slabs_stored ||
            num_slabs_stored % (c.num_slabs / 2) == 0,
        "num_slabs / 2 must divide the slabs of a consumer's part of the tile"},
-      {GemmSmemBytes(c) <= kMaxSmemBytes, "shared memory must be at most 232448 bytes"},
+      {DynamicSmemBytes(c) <= kMaxSmemBytes, "shared memory must be at most 232448 bytes"},
   };
   for (const auto& rule : rules) {
     if (!rule.holds) return rule.text;
@@ -106,7 +106,7 @@ const char* BrokenRule(const GemmConfig& c) {
 
 }  // namespace
 
-std::string GemmKernelName(const GemmConfig& config) {
+std::string KernelName(const GemmConfig& config) {
   static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
   return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
                 config.block_m, "x", config.block_n, config.out_f32 ? "_f32" : "_bf16",
@@ -120,7 +120,7 @@ int64_t SlabColumns(const GemmConfig& config) {
   return config.out_f32 || config.block_n % 64 != 0 ? 32 : 64;
 }
 
-int64_t GemmSmemBytes(const GemmConfig& config) {
+int64_t DynamicSmemBytes(const GemmConfig& config) {
   // Mirrors Tile::SharedStorage in cuda/gemm/tile.cuh, member by member.
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
@@ -134,28 +134,28 @@ int64_t GemmSmemBytes(const GemmConfig& config) {
   return RoundUp(bytes, 1024);
 }
 
-ffi::Error CheckGemmConfig(const GemmConfig& config) {
+ffi::Error CheckConfig(const GemmConfig& config) {
   if (!IsInRange(config)) {
     // Nothing is computed from such a config: any product of its fields may overflow.
-    return InvalidArgument("gemm: ", kRanges, "; got ", GemmKernelName(config), ", grouping ",
+    return InvalidArgument("gemm: ", kRanges, "; got ", KernelName(config), ", grouping ",
                            config.grouping, ", num_sms ", config.num_sms, ", flags ",
                            config.is_1d1d, " ", config.out_f32, " ", config.accumulate, " ",
                            config.lhs_e5m2, " ", config.rhs_e5m2);
   }
   const char* rule = BrokenRule(config);
   if (rule == nullptr) return ffi::Error::Success();
-  return InvalidArgument("gemm: ", rule, "; got ", GemmKernelName(config), ", num_sms ",
-                         config.num_sms, ", ", GemmSmemBytes(config), " bytes of shared memory");
+  return InvalidArgument("gemm: ", rule, "; got ", KernelName(config), ", num_sms ", config.num_sms,
+                         ", ", DynamicSmemBytes(config), " bytes of shared memory");
 }
 
-KernelSource GemmSource(const GemmConfig& config) {
-  const std::string name = GemmKernelName(config);
+KernelSource MakeKernelSource(const GemmConfig& config) {
+  const std::string name = KernelName(config);
   const Registers registers = SplitRegisters(config);
   std::string text =
       StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n#define JAX_FP8GEMM_LHS_TYPE \"",
              config.lhs_e5m2 ? "e5m2" : "e4m3", "\"\n#define JAX_FP8GEMM_RHS_TYPE \"",
              config.rhs_e5m2 ? "e5m2" : "e4m3", "\"\n#define JAX_FP8GEMM_SMEM_BYTES ",
-             GemmSmemBytes(config), "\nstruct Config {\n");
+             DynamicSmemBytes(config), "\nstruct Config {\n");
   const auto add = [&](const char* member, auto value) {
     const char* type = std::is_same_v<decltype(value), bool> ? "bool" : "int";
     text += StrCat("  static constexpr ", type, " ", member, " = ", value, ";\n");

@@ -62,16 +62,16 @@ int64_t SlabColumns(const GemmConfig& config);
 constexpr int64_t kPartRows = 32;
 
 // The symbol of the kernel; carries every field but num_sms.
-std::string GemmKernelName(const GemmConfig& config);
+std::string KernelName(const GemmConfig& config);
 
 // Dynamic shared memory of a CTA.
-int64_t GemmSmemBytes(const GemmConfig& config);
+int64_t DynamicSmemBytes(const GemmConfig& config);
 
 // InvalidArgument, with the rule and the config, if no kernel can be built from it or launched.
-ffi::Error CheckGemmConfig(const GemmConfig& config);
+ffi::Error CheckConfig(const GemmConfig& config);
 
-// The translation unit of a config that CheckGemmConfig accepts.
-KernelSource GemmSource(const GemmConfig& config);
+// The translation unit of a config that CheckConfig accepts.
+KernelSource MakeKernelSource(const GemmConfig& config);
 
 }  // namespace jax_fp8gemm
 

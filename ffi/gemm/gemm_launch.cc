@@ -5,7 +5,7 @@
 
 #include "driver/tensor_map.h"
 #include "errors.h"
-#include "jit/jit.h"
+#include "jit/config_kernel.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -97,22 +97,10 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
 
 }  // namespace
 
-ffi::Error InstantiateGemm(const GemmConfig& config) {
-  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
-  FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(GemmSource(config)));
-  return ffi::Error::Success();
-}
-
-ffi::Error PrepareGemm(const GemmConfig& config) {
-  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
-  return PrepareKernel(config, GemmKernelName, GemmSource, GemmSmemBytes(config));
-}
-
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
                       int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
   FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-  const int64_t smem_bytes = GemmSmemBytes(config);
-  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, GemmKernelName, smem_bytes));
+  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config));
   FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
   // Of one group, if all are of the same size.
   const int64_t m =
@@ -128,7 +116,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
       std::min(config.num_sms / cluster_size, CeilDiv(num_walked, cluster_size)) * cluster_size;
   dims.grid_y = 1;
   dims.block_x = (config.num_consumers + 1) * 128;
-  dims.dynamic_smem_bytes = smem_bytes;
+  dims.dynamic_smem_bytes = DynamicSmemBytes(config);
   dims.cluster_x = cluster_size;
   void* arguments[] = {&params};
   return LaunchKernel(*driver, kernel, dims, stream, arguments);

@@ -36,12 +36,6 @@ static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800
 static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
               offsetof(GemmParams, first_part) == 856);
 
-// Compiles the kernel of a config, unless memory or the disk cache has it.
-ffi::Error InstantiateGemm(const GemmConfig& config);
-
-// Loads the kernel of a config into the current device; compiles it if nothing was instantiated.
-ffi::Error PrepareGemm(const GemmConfig& config);
-
 // Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and
 // launches the kernel for at most `max_tiles` tiles. `params` has everything else.
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,

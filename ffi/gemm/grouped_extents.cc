@@ -10,7 +10,7 @@ namespace jax_fp8gemm {
 ffi::Error CheckGroupedExtents(const char* op, const GemmConfig& config, Grouping grouping,
                                const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs,
                                const ffi::AnyBuffer& group_sizes, const ffi::AnyBuffer& out) {
-  FFI_RETURN_IF_ERROR(CheckGemmConfig(config));
+  FFI_RETURN_IF_ERROR(CheckConfig(config));
   if (GroupingOf(config) != grouping) {
     return InvalidArgument(op, ": config must have grouping ", static_cast<int32_t>(grouping),
                            "; got ", config.grouping);

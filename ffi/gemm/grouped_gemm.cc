@@ -7,18 +7,11 @@
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
 #include "gemm/grouped_extents.h"
+#include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
 namespace {
-
-ffi::Error Instantiate(GemmConfig config, int32_t) {
-  return NoThrow([&] { return InstantiateGemm(config); });
-}
-
-ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config, int32_t) {
-  return NoThrow([&] { return PrepareGemm(config); });
-}
 
 ffi::Error Zero(const Driver& driver, void* words, size_t count, CUstream stream) {
   const auto destination = reinterpret_cast<CUdeviceptr>(words);
@@ -78,18 +71,17 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
   });
 }
 
+// The macros below take no comma in a name.
+constexpr auto kInstantiate = Instantiate<GemmConfig, int32_t>;
+constexpr auto kPrepare = Prepare<GemmConfig, int32_t>;
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    GroupedGemmInstantiateHandler, Instantiate,
-    ffi::Ffi::BindInstantiate().Attr<GemmConfig>("config").Attr<int32_t>("rows_per_group"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmInstantiateHandler, kInstantiate,
+                              BindInstantiate<GemmConfig>().Attr<int32_t>("rows_per_group"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmPrepareHandler, Prepare,
-                              ffi::Ffi::BindPrepare()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<GemmConfig>("config")
-                                  .Attr<int32_t>("rows_per_group"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmPrepareHandler, kPrepare,
+                              BindPrepare<GemmConfig>().Attr<int32_t>("rows_per_group"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmExecuteHandler, Execute,
                               ffi::Ffi::Bind()

@@ -7,18 +7,11 @@
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
 #include "gemm/grouped_extents.h"
+#include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
 namespace {
-
-ffi::Error Instantiate(GemmConfig config) {
-  return NoThrow([&] { return InstantiateGemm(config); });
-}
-
-ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, GemmConfig config) {
-  return NoThrow([&] { return PrepareGemm(config); });
-}
 
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                    ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::AnyBuffer group_sizes,
@@ -70,12 +63,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradInstantiateHandler, Instantiate,
-                              ffi::Ffi::BindInstantiate().Attr<GemmConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradInstantiateHandler, Instantiate<GemmConfig>,
+                              BindInstantiate<GemmConfig>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    GroupedWgradPrepareHandler, Prepare,
-    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attr<GemmConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradPrepareHandler, Prepare<GemmConfig>,
+                              BindPrepare<GemmConfig>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradExecuteHandler, Execute,
                               ffi::Ffi::Bind()

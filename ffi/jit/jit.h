@@ -3,21 +3,17 @@
 //
 // Who calls what:
 //   Instantiate  GetOrCompile   memory, then disk (a few ms), then NVRTC (0.4-1.2 s)
-//   Prepare      PrepareKernel  loads the cubin into the driver, once a process; compiles it if
-//                               nothing was instantiated
+//   Prepare      GetKernel      loads the cubin into the driver, once a process; compiles it first
+//                               if nothing was instantiated (config_kernel.h)
 //   Execute      GetKernel      a look-up; never compiles, never loads
 // All of it is thread-safe: XLA calls handlers of several devices and executables at once.
 
 #ifndef JAX_FP8GEMM_JIT_JIT_H_
 #define JAX_FP8GEMM_JIT_JIT_H_
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "driver/driver.h"
@@ -67,48 +63,6 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
 
 // How often Configure was called.
 uint64_t JitGeneration();
-
-// The same by the config that `name` spells out. Kernels that this thread got lately cost neither a
-// lock nor the name, which takes 0.3 us.
-template <typename Config>
-ffi::ErrorOr<CUkernel> GetKernel(const Config& config, std::string (*name)(const Config&),
-                                 int dynamic_smem_bytes) {
-  static_assert(std::has_unique_object_representations_v<Config>, "configs are compared by bytes");
-  struct Found {
-    Config config;
-    CUdevice device;
-    uint64_t generation;
-    CUkernel kernel;
-  };
-  thread_local std::array<Found, 16> lately = {};
-  thread_local size_t oldest = 0;
-  FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-  FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(*driver));
-  const uint64_t generation = JitGeneration();
-  for (const Found& found : lately) {
-    if (found.kernel != nullptr && found.device == device && found.generation == generation &&
-        std::memcmp(&found.config, &config, sizeof(Config)) == 0) {
-      return found.kernel;
-    }
-  }
-  FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(name(config), dynamic_smem_bytes));
-  lately[oldest] = {config, device, generation, kernel};
-  oldest = (oldest + 1) % lately.size();
-  return kernel;
-}
-
-// Makes GetKernel's kernel ready on the device of the current context. Compiles it too where it
-// must: XLA (jaxlib 0.11.2) instantiates nothing of an executable that JAX's compilation cache
-// kept.
-template <typename Config>
-ffi::Error PrepareKernel(const Config& config, std::string (*name)(const Config&),
-                         KernelSource (*source)(const Config&), int dynamic_smem_bytes) {
-  if (GetKernel(config, name, dynamic_smem_bytes).has_value()) return ffi::Error::Success();
-  FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(source(config)));
-  FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel,
-                       GetKernel(config, name, dynamic_smem_bytes));
-  return ffi::Error::Success();
-}
 
 // The NVRTC that GetOrCompile would use.
 struct NvrtcInfo {

@@ -6,7 +6,7 @@
 #include "buffers.h"
 #include "driver/driver.h"
 #include "errors.h"
-#include "jit/jit.h"
+#include "jit/config_kernel.h"
 #include "quantize/quantize_config.h"
 #include "quantize/quantize_params.h"
 #include "xla/ffi/api/ffi.h"
@@ -14,39 +14,8 @@
 namespace jax_fp8gemm {
 namespace {
 
-// What one CTA does; must agree with QuantizeWalk in cuda/quantize/quantize_walk.cuh.
-constexpr int64_t kRowWarps = 4;   // mode "row": each warp takes 16 rows of one k-block
-constexpr int64_t kTileWarps = 8;  // other modes: a CTA takes 128 x 128
-
 // Of the CTAs that fit an SM where they prefetch: kMinCtas in cuda/quantize/quantize.cuh.
 constexpr unsigned kPrefetchingThreads = 512;
-
-int64_t NumThreads(const QuantizeConfig& config) {
-  return 32 * (config.mode == kRow ? kRowWarps : kTileWarps);
-}
-
-// Dynamic shared memory of a CTA: SwigluSource::kPrefetchBytes for each thread.
-int PrefetchBytes(const QuantizeConfig& config) {
-  const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
-  if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
-  const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
-  return static_cast<int>(NumThreads(config) * 8 * num_inputs * 16);
-}
-
-ffi::Error Instantiate(QuantizeConfig config) {
-  return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] auto cubin, GetOrCompile(QuantizeKernelSource(config)));
-    return ffi::Error::Success();
-  });
-}
-
-ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, QuantizeConfig config) {
-  return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
-    return PrepareKernel(config, QuantizeKernelName, QuantizeKernelSource, PrefetchBytes(config));
-  });
-}
 
 // Nothing is launched where there is nothing to read, so there may be nothing to write.
 ffi::Error CheckEmpty(const QuantizeConfig& config, const ffi::RemainingRets& results) {
@@ -63,20 +32,19 @@ ffi::Error CheckEmpty(const QuantizeConfig& config, const ffi::RemainingRets& re
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
                    ffi::RemainingRets results, QuantizeConfig config) {
   return NoThrow([&]() -> ffi::Error {
-    FFI_RETURN_IF_ERROR(CheckQuantizeConfig(config));
+    FFI_RETURN_IF_ERROR(CheckConfig(config));
     if (x.element_count() == 0) return CheckEmpty(config, results);
     FFI_ASSIGN_OR_RETURN(QuantizeParams params, BindQuantizeParams(config, x, more, results));
     if (params.m == 0) return CheckEmpty(config, results);
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
-    const int prefetch_bytes = PrefetchBytes(config);
-    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config, QuantizeKernelName, prefetch_bytes));
+    FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config));
     const int64_t num_k_blocks = CeilDiv(params.k, kScaleBlock);
     LaunchDims dims = {};
     dims.grid_y = QuantizeBatchSize(x);
-    dims.block_x = NumThreads(config);
-    dims.dynamic_smem_bytes = prefetch_bytes;
+    dims.block_x = 32 * NumWarps(config);
+    dims.dynamic_smem_bytes = DynamicSmemBytes(config);
     if (config.mode == kRow) {
-      dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, kRowWarps);
+      dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, NumWarps(config));
     } else {
       params.num_m_blocks = CeilDiv(params.num_columns, kScaleBlock);
       if (config.ragged && config.mode == kRowColumn) {
@@ -86,7 +54,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
       }
       dims.grid_x = params.num_m_blocks * num_k_blocks;
     }
-    if (prefetch_bytes > 0) {
+    if (dims.dynamic_smem_bytes > 0) {
       FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(*driver));
       FFI_ASSIGN_OR_RETURN(const int num_sms, NumSms(*driver, device));
       dims.grid_x = std::min(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
@@ -98,12 +66,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate,
-                              ffi::Ffi::BindInstantiate().Attr<QuantizeConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate<QuantizeConfig>,
+                              BindInstantiate<QuantizeConfig>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    QuantizePrepareHandler, Prepare,
-    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attr<QuantizeConfig>("config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePrepareHandler, Prepare<QuantizeConfig>,
+                              BindPrepare<QuantizeConfig>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecuteHandler, Execute,
                               ffi::Ffi::Bind()

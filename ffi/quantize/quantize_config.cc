@@ -21,7 +21,7 @@ const char* QuantizeOp(const QuantizeConfig& config) {
 
 const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
 
-ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
+ffi::Error CheckConfig(const QuantizeConfig& config) {
   const char* op = QuantizeOp(config);
   const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
   const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
@@ -46,14 +46,23 @@ ffi::Error CheckQuantizeConfig(const QuantizeConfig& config) {
   return ffi::Error::Success();
 }
 
-std::string QuantizeKernelName(const QuantizeConfig& config) {
+std::string KernelName(const QuantizeConfig& config) {
   return StrCat(QuantizeOp(config), "_", config.ragged ? "ragged_" : "", kModes[config.mode], "_",
                 ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
                 config.pow2_scale ? "_pow2" : "");
 }
 
-KernelSource QuantizeKernelSource(const QuantizeConfig& config) {
-  const std::string name = QuantizeKernelName(config);
+int64_t NumWarps(const QuantizeConfig& config) { return config.mode == kRow ? 4 : 8; }
+
+int64_t DynamicSmemBytes(const QuantizeConfig& config) {
+  const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
+  if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
+  const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
+  return 32 * NumWarps(config) * 8 * num_inputs * 16;
+}
+
+KernelSource MakeKernelSource(const QuantizeConfig& config) {
+  const std::string name = KernelName(config);
   return {name, StrCat("#define JAX_FP8GEMM_KERNEL ", name, "\n",
                        "struct Config {\n"
                        "  static constexpr int kMode = ",

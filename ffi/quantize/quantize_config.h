@@ -48,13 +48,20 @@ const char* QuantizeOp(const QuantizeConfig& config);
 const char* QuantizeModeName(int32_t mode);
 
 // InvalidArgument, with the rule, if no kernel can be built from the config.
-ffi::Error CheckQuantizeConfig(const QuantizeConfig& config);
+ffi::Error CheckConfig(const QuantizeConfig& config);
 
 // The symbol of the kernel; carries every field.
-std::string QuantizeKernelName(const QuantizeConfig& config);
+std::string KernelName(const QuantizeConfig& config);
 
-// The translation unit of a config that CheckQuantizeConfig accepts.
-KernelSource QuantizeKernelSource(const QuantizeConfig& config);
+// Warps of a CTA; must agree with QuantizeWalk in cuda/quantize/quantize_walk.cuh. In mode "row"
+// each warp takes 16 rows of one k-block; in the other modes a CTA takes a tile of 128 x 128.
+int64_t NumWarps(const QuantizeConfig& config);
+
+// Dynamic shared memory of a CTA: SwigluSource::kPrefetchBytes for each thread.
+int64_t DynamicSmemBytes(const QuantizeConfig& config);
+
+// The translation unit of a config that CheckConfig accepts.
+KernelSource MakeKernelSource(const QuantizeConfig& config);
 
 }  // namespace jax_fp8gemm
 
