@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
+#include "gemm/product.h"
 #include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -54,29 +55,9 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "lhs_scale", lhs_scale, kF32, {m, kb}));
   FFI_RETURN_IF_ERROR(
       CheckBuffer("gemm", "rhs_scale", rhs_scale, kF32, {config.is_1d1d ? n : nb, kb}));
-  FFI_RETURN_IF_ERROR(
-      CheckBuffer("gemm", "out", out, config.out_f32 ? kF32 : ffi::DataType::BF16, {m, n}));
-  if (accum.size() != static_cast<size_t>(config.accumulate)) {
-    return InvalidArgument("gemm: accum must be given if and only if accumulate is set; got ",
-                           accum.size(), " more operands, accumulate ", config.accumulate);
-  }
-  GemmParams params = {};
-  if (config.accumulate) {
-    FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer buffer, accum.get<ffi::AnyBuffer>(0));
-    FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "accum", buffer, kF32, {m, n}));
-    params.accum = buffer.untyped_data();
-    if (params.accum != out.untyped_data()) {
-      return InvalidArgument("gemm: accum and out must share a buffer; got accum at ", params.accum,
-                             ", out at ", out.untyped_data(), ". Alias them in ffi_call.");
-    }
-  }
-  params.lhs_scale = lhs_scale.untyped_data();
-  params.rhs_scale = rhs_scale.untyped_data();
-  params.out = out.untyped_data();
-  params.m = params.lhs_rows = static_cast<int32_t>(m);
-  params.n = static_cast<int32_t>(n);
-  params.k = static_cast<int32_t>(k);
-  return params;
+  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "out", out, OutType(config), {m, n}));
+  FFI_RETURN_IF_ERROR(CheckAccum("gemm", config, accum, out));
+  return ProductParams(config, lhs_scale, rhs_scale, out, m, n, k);
 }
 
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
@@ -101,12 +82,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInstantiateHandler, Instantiate<GemmConfig>,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmPrepareHandler, Prepare<GemmConfig>, BindPrepare<GemmConfig>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmExecuteHandler, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream>>()
-                                  .Arg<ffi::AnyBuffer>()  // lhs
-                                  .Arg<ffi::AnyBuffer>()  // lhs_scale
-                                  .Arg<ffi::AnyBuffer>()  // rhs
-                                  .Arg<ffi::AnyBuffer>()  // rhs_scale
+                              BindProduct()
                                   .RemainingArgs()        // accum, if accumulate
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Attr<GemmConfig>("config"),

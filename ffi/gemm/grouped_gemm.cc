@@ -7,6 +7,7 @@
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
 #include "gemm/grouped_extents.h"
+#include "gemm/product.h"
 #include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -32,14 +33,13 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1], n = out->dimensions()[1];
     const int64_t g = group_sizes.dimensions()[0];
     const int64_t kb = CeilDiv(k, kScaleBlock), nb = CeilDiv(n, kScaleBlock);
-    const ffi::DataType out_type = config.out_f32 ? kF32 : ffi::DataType::BF16;
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs", lhs, Fp8Type(config.lhs_e5m2), {m, k}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs_scale", lhs_scale, kF32, {m, kb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs", rhs, Fp8Type(config.rhs_e5m2), {g * n, k}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs_scale", rhs_scale, kF32, {g * nb, kb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "group_sizes", group_sizes, kS32, {g}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "first_row", first_row, kS32, {1}));
-    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, out_type, {m, n}));
+    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {m, n}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "next_tile", *next_tile, kS32, {1}));
     const int64_t max_tiles =
         (m / config.block_m + g + 2) * CeilDiv(n, static_cast<int64_t>(config.block_n));
@@ -48,13 +48,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                              "got rows_per_group ", rows_per_group, ", lhs ", ShapeText(lhs),
                              ", group_sizes ", ShapeText(group_sizes));
     }
-    GemmParams params = {};
-    params.lhs_scale = lhs_scale.untyped_data();
-    params.rhs_scale = rhs_scale.untyped_data();
-    params.out = out->untyped_data();
-    params.m = params.lhs_rows = static_cast<int32_t>(m);
-    params.n = static_cast<int32_t>(n);
-    params.k = static_cast<int32_t>(k);
+    GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, k);
     params.num_groups = static_cast<int32_t>(g);
     params.rows_per_group = rows_per_group;
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
@@ -84,12 +78,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmPrepareHandler, kPrepare,
                               BindPrepare<GemmConfig>().Attr<int32_t>("rows_per_group"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmExecuteHandler, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream>>()
-                                  .Arg<ffi::AnyBuffer>()  // lhs
-                                  .Arg<ffi::AnyBuffer>()  // lhs_scale
-                                  .Arg<ffi::AnyBuffer>()  // rhs
-                                  .Arg<ffi::AnyBuffer>()  // rhs_scale
+                              BindProduct()
                                   .Arg<ffi::AnyBuffer>()  // group_sizes
                                   .Arg<ffi::AnyBuffer>()  // first_row
                                   .Ret<ffi::AnyBuffer>()  // out

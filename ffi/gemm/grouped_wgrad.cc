@@ -7,6 +7,7 @@
 #include "gemm/gemm_config.h"
 #include "gemm/gemm_launch.h"
 #include "gemm/grouped_extents.h"
+#include "gemm/product.h"
 #include "jit/config_kernel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,37 +24,20 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
         CheckGroupedExtents(kOp, config, Grouping::kContraction, lhs, rhs, group_sizes, *out));
     const int64_t m = lhs.dimensions()[0], t = lhs.dimensions()[1], n = rhs.dimensions()[0];
     const int64_t g = group_sizes.dimensions()[0], tb = CeilDiv(t, kScaleBlock);
-    const ffi::DataType out_type = config.out_f32 ? kF32 : ffi::DataType::BF16;
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs", lhs, Fp8Type(config.lhs_e5m2), {m, t}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs_scale", lhs_scale, kF32, {m, tb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs", rhs, Fp8Type(config.rhs_e5m2), {n, t}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs_scale", rhs_scale, kF32, {n, tb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "group_sizes", group_sizes, kS32, {g}));
-    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, out_type, {g * m, n}));
+    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {g * m, n}));
     const int64_t max_tiles = g * CeilDiv(m, static_cast<int64_t>(config.block_m)) *
                               CeilDiv(n, static_cast<int64_t>(config.block_n));
-    if (t % kScaleBlock != 0 || max_tiles > kMaxDim ||
-        accum.size() != static_cast<size_t>(config.accumulate)) {
-      return InvalidArgument(kOp, ": t must be a multiple of 128, tiles at most 2^30, and accum ",
-                             "given if and only if accumulate is set; got lhs ", ShapeText(lhs),
-                             ", ", accum.size(), " more operands, accumulate ", config.accumulate);
+    if (t % kScaleBlock != 0 || max_tiles > kMaxDim) {
+      return InvalidArgument(kOp, ": t must be a multiple of 128, and tiles at most 2^30; got lhs ",
+                             ShapeText(lhs), ", out ", ShapeText(*out));
     }
-    GemmParams params = {};
-    if (config.accumulate) {
-      FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer buffer, accum.get<ffi::AnyBuffer>(0));
-      FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "accum", buffer, kF32, {g * m, n}));
-      params.accum = buffer.untyped_data();
-      if (params.accum != out->untyped_data()) {
-        return InvalidArgument(kOp, ": accum and out must share a buffer; got accum at ",
-                               params.accum, ", out at ", out->untyped_data());
-      }
-    }
-    params.lhs_scale = lhs_scale.untyped_data();
-    params.rhs_scale = rhs_scale.untyped_data();
-    params.out = out->untyped_data();
-    params.m = params.lhs_rows = static_cast<int32_t>(m);
-    params.n = static_cast<int32_t>(n);
-    params.k = static_cast<int32_t>(t);
+    FFI_RETURN_IF_ERROR(CheckAccum(kOp, config, accum, *out));
+    GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, t);
     params.num_groups = static_cast<int32_t>(g);
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
     return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), n, g * m, max_tiles,
@@ -70,12 +54,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradPrepareHandler, Prepare<GemmConfig>,
                               BindPrepare<GemmConfig>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradExecuteHandler, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream>>()
-                                  .Arg<ffi::AnyBuffer>()  // lhs
-                                  .Arg<ffi::AnyBuffer>()  // lhs_scale
-                                  .Arg<ffi::AnyBuffer>()  // rhs
-                                  .Arg<ffi::AnyBuffer>()  // rhs_scale
+                              BindProduct()
                                   .Arg<ffi::AnyBuffer>()  // group_sizes
                                   .RemainingArgs()        // accum, if accumulate
                                   .Ret<ffi::AnyBuffer>()  // out
