@@ -54,23 +54,23 @@ class Failure {
   ffi::Error error_;
 };
 
+// Makes failures of one code: called with the pieces of the message.
+template <ffi::ErrorCode kCode>
+struct FailureOf {
+  template <typename... Args>
+  Failure operator()(const Args&... args) const {
+    return Failure(ffi::Error(kCode, Utf8(StrCat(args...))));
+  }
+};
+
 // The caller broke a rule of the operation: "<op>: <what must hold>; got <...>. <what to do>".
-template <typename... Args>
-Failure InvalidArgument(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kInvalidArgument, Utf8(StrCat(args...))));
-}
+inline constexpr FailureOf<ffi::ErrorCode::kInvalidArgument> InvalidArgument;
 
 // This machine cannot do it: no GPU, old driver, no NVRTC.
-template <typename... Args>
-Failure FailedPrecondition(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kFailedPrecondition, Utf8(StrCat(args...))));
-}
+inline constexpr FailureOf<ffi::ErrorCode::kFailedPrecondition> FailedPrecondition;
 
 // CUDA, NVRTC or this library failed.
-template <typename... Args>
-Failure Internal(const Args&... args) {
-  return Failure(ffi::Error(ffi::ErrorCode::kInternal, Utf8(StrCat(args...))));
-}
+inline constexpr FailureOf<ffi::ErrorCode::kInternal> Internal;
 
 // Runs `body`, which returns ffi::Error or ffi::ErrorOr, and turns an exception into an error:
 // an exception that leaves a handler would end the process. Every handler body goes through it.
