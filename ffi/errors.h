@@ -72,6 +72,9 @@ inline constexpr FailureOf<ffi::ErrorCode::kFailedPrecondition> FailedPreconditi
 // CUDA, NVRTC or this library failed.
 inline constexpr FailureOf<ffi::ErrorCode::kInternal> Internal;
 
+// The kernel is not in memory; compiling it helps.
+inline constexpr FailureOf<ffi::ErrorCode::kNotFound> NotFound;
+
 // Runs `body`, which returns ffi::Error or ffi::ErrorOr, and turns an exception into an error:
 // an exception that leaves a handler would end the process. Every handler body goes through it.
 template <typename Body>

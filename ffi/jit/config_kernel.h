@@ -69,16 +69,19 @@ ffi::Error Instantiate(Config config, Attributes...) {
 }
 
 // What the Prepare handler of every operation does: loads the kernel into the current device. It
-// compiles the kernel too where it must: XLA (jaxlib 0.11.2) instantiates nothing of an executable
-// that JAX's compilation cache kept.
+// compiles the kernel too if it is not in memory: XLA (jaxlib 0.11.2) instantiates nothing of an
+// executable that JAX's compilation cache kept. Any other error is reported as it is: a second try
+// would hide what the driver said first.
 template <typename Config, typename... Attributes>
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, Config config, Attributes...) {
   return NoThrow([&]() -> ffi::Error {
     FFI_RETURN_IF_ERROR(CheckConfig(config));
-    if (GetKernel(config).has_value()) return ffi::Error::Success();
-    FFI_RETURN_IF_ERROR(CompileKernel(config));
-    FFI_ASSIGN_OR_RETURN([[maybe_unused]] CUkernel kernel, GetKernel(config));
-    return ffi::Error::Success();
+    ffi::ErrorOr<CUkernel> kernel = GetKernel(config);
+    if (kernel.has_error() && kernel.error().errc() == ffi::ErrorCode::kNotFound) {
+      FFI_RETURN_IF_ERROR(CompileKernel(config));
+      kernel = GetKernel(config);
+    }
+    return kernel.has_error() ? kernel.error() : ffi::Error::Success();
   });
 }
 

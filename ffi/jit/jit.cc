@@ -125,14 +125,14 @@ ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes
   if (device >= kMaxDevices) {
     return Internal("jit: a device's number must be below ", kMaxDevices, "; got ", device);
   }
-  if (entry == nullptr) return Internal("jit: kernel must be compiled first; got ", name);
+  if (entry == nullptr) return NotFound("jit: kernel must be compiled first; got ", name);
   if (entry->smem_bytes[device].load(std::memory_order_acquire) >= dynamic_smem_bytes) {
     if (CUkernel kernel = entry->kernel.load(std::memory_order_acquire)) return kernel;
   }
   // First time on this device: in Prepare, never in Execute.
   std::lock_guard<std::mutex> lock(entry->mutex);
   if (entry->cubin == nullptr) {
-    return Internal("jit: kernel must be compiled first; got ", name);
+    return NotFound("jit: kernel must be compiled first; got ", name);
   }
   CUkernel kernel = entry->kernel.load(std::memory_order_acquire);
   if (kernel == nullptr) {

@@ -58,7 +58,8 @@ void DisableDiskCache();
 ffi::ErrorOr<std::shared_ptr<const Cubin>> GetOrCompile(const KernelSource& source);
 
 // The kernel that GetOrCompile made under this name, loaded, with `dynamic_smem_bytes` allowed on
-// the device of the current context.
+// the device of the current context. NotFound if GetOrCompile made none, or if Configure has
+// forgotten it since.
 ffi::ErrorOr<CUkernel> GetKernel(const std::string& name, int dynamic_smem_bytes);
 
 // How often Configure was called.

@@ -22,8 +22,8 @@ void RunRandomConfigs(uint64_t seed, long num_configs, const ConfigLists& lists)
 // `num_maps` tensor maps: EncodeTensorMap2D refuses what a driver would refuse, and nothing else.
 void RunTensorMaps(uint64_t seed, long num_maps);
 
-// Every call of the driver and of NVRTC fails once in every case: no error is left over, the error
-// is a sentence, and the next call succeeds.
+// Every call of the driver and of NVRTC fails once in every case: the error of a driver call is
+// reported, an error is a sentence, none is left over, and the next call succeeds.
 void RunFaults(const std::vector<Case>& cases);
 
 // The same where the driver is opened, which happens once in a process: its nth call fails. Prints

@@ -52,6 +52,7 @@ void FailEachDriverCall(const Case& c, Counts& counts) {
     const Outcome outcome = RunStages(c);
     const std::string failed = fake::FailedCall();
     fake::FailCall(0, 0);
+    Require(outcome.error ? "" : "the error of " + failed + " must be reported, not retried", c);
     RequireErrorAndRecovery(c, outcome, failed, failed, counts);
     Require(fake::NumLoads(kernel) == num_loads + 1
                 ? ""
