@@ -5,11 +5,10 @@
 #include <type_traits>
 
 #include "errors.h"
+#include "hopper.h"
 
 namespace jax_fp8gemm {
 namespace {
-
-constexpr int64_t kMaxSmemBytes = 232448;  // 227 KiB, opt-in shared memory per block on sm90
 
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
@@ -46,6 +45,8 @@ constexpr const char* kRanges =
     "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
     "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, num_sms >= cluster_m * "
     "cluster_n, grouping 0..2, flags 0 or 1";
+
+static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "errors.h"
+#include "hopper.h"
 #include "jit/nvrtc_use.h"
 
 namespace jax_fp8gemm {
@@ -48,10 +49,11 @@ struct Program {
 
 const std::vector<std::string>& NvrtcOptions() {
   static const std::vector<std::string>& options = *new std::vector<std::string>{
-      "-std=c++20",                 // designated initialisers
-      "--gpu-architecture=sm_90a",  // SASS, not PTX: an older driver refuses a newer PTX version
-      "-default-device",            // functions need no __device__
-      "--ptxas-options=-v",         // registers and spills in the program log
+      "-std=c++20",  // designated initialisers
+      // SASS, not PTX: an older driver refuses a newer PTX version.
+      StrCat("--gpu-architecture=", kArchitecture),
+      "-default-device",     // functions need no __device__
+      "--ptxas-options=-v",  // registers and spills in the program log
   };
   return options;
 }

@@ -1,4 +1,4 @@
-// CUDA C++ text -> sm_90a cubin, by NVRTC.
+// CUDA C++ text -> cubin for Hopper, by NVRTC.
 
 #ifndef JAX_FP8GEMM_JIT_COMPILE_CUBIN_H_
 #define JAX_FP8GEMM_JIT_COMPILE_CUBIN_H_

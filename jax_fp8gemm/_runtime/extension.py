@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.export
 
-from jax_fp8gemm._runtime import environment
+from jax_fp8gemm._runtime import environment, hopper
 
 try:
     from jax_fp8gemm import _ext
@@ -41,9 +41,6 @@ EXPORT_CHECKS = tuple(
         SWIGLU_GRAD_QUANTIZE_TARGET,
     )
 )
-
-# SMs of H100 and H200 SXM. Configs are chosen for them on a machine without a GPU.
-_DEFAULT_NUM_SMS = 132
 
 cache_dir = ""  # set by _configure
 
@@ -117,11 +114,12 @@ def _device_fault() -> str | None:
     except RuntimeError as error:
         return str(error)
     if not info["devices"]:
-        return "needs an sm90a device; got no GPU"
+        return f"needs an {hopper.ARCHITECTURE} device; got no GPU"
     for device in info["devices"]:
-        if device["compute_capability"] != (9, 0):
+        if device["compute_capability"] != hopper.COMPUTE_CAPABILITY:
             major, minor = device["compute_capability"]
-            return f"needs an sm90a device; got {device['name']} (sm{major}{minor})"
+            found = f"{device['name']} (sm{major}{minor})"
+            return f"needs an {hopper.ARCHITECTURE} device; got {found}"
     return None
 
 
@@ -181,14 +179,14 @@ def warn_once(reason: str) -> None:
 
 @functools.cache
 def num_sms() -> int:
-    """Returns the number of SMs of the first GPU, or 132 (H100, H200) without a GPU."""
+    """Returns the number of SMs of the first GPU, or that of an H200 without a GPU."""
     if _ext is None:
-        return _DEFAULT_NUM_SMS
+        return hopper.NUM_SMS
     try:
         devices = _ext.device_info()["devices"]
     except RuntimeError:
-        return _DEFAULT_NUM_SMS
-    return devices[0]["num_sms"] if devices else _DEFAULT_NUM_SMS
+        return hopper.NUM_SMS
+    return devices[0]["num_sms"] if devices else hopper.NUM_SMS
 
 
 def register() -> None:

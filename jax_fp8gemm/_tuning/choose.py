@@ -12,11 +12,12 @@ import functools
 import math
 from collections.abc import Iterator
 
+from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
 
-# (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200 with 132
-# multiprocessors: docs/experiments/gemm-memory.md.
+# (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
+# docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
     (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
@@ -33,7 +34,7 @@ def choose(
     is_1d1d: bool,
     out_f32: bool,
     accumulate: bool,
-    num_sms: int = 132,
+    num_sms: int = hopper.NUM_SMS,
 ) -> TileConfig:
     """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1."""
     if _forced:
@@ -50,7 +51,7 @@ def choose_grouped(
     is_1d1d: bool,
     out_f32: bool,
     accumulate: bool,
-    num_sms: int = 132,
+    num_sms: int = hopper.NUM_SMS,
 ) -> TileConfig:
     """Returns the config for a grouped product, as if all groups were about as large.
 
@@ -80,7 +81,7 @@ def override(config: TileConfig) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int) -> TileConfig:
-    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == 132 else None
+    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == hopper.NUM_SMS else None
     if measured is not None:
         return measured
     candidates = configs(is_1d1d=is_1d1d)
