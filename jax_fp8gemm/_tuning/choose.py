@@ -13,14 +13,15 @@ import math
 from collections.abc import Iterator
 
 from jax_fp8gemm._runtime import hopper
+from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
 
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
 # docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
-    (64, 24576, 1536, False): TileConfig(64, 64, 64, 1, 2, 13, 0),
-    (128, 32768, 512, False): TileConfig(128, 128, 64, 2, 2, 5, 2),
+    (64, 24576, 1536, False): tile_config.TILE_64X64,
+    (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,
 }
 
 _forced: list[TileConfig] = []

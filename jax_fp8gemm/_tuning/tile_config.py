@@ -70,51 +70,99 @@ def formats(lhs: Any, rhs: Any) -> dict[str, bool]:
 
 # Tiles for few rows stream rhs: they have many stages, several batches in the queue, and few
 # columns, so that there are tiles for all SMs.
+TILE_16X16 = TileConfig(
+    block_m=16, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=24, num_slabs=0
+)
+TILE_16X32 = TileConfig(
+    block_m=16, block_n=32, sub_n=32, num_consumers=1, num_accums=4, num_stages=24, num_slabs=0
+)
+TILE_16X56 = TileConfig(
+    block_m=16, block_n=56, sub_n=56, num_consumers=1, num_accums=2, num_stages=20, num_slabs=0
+)
+TILE_16X64 = TileConfig(
+    block_m=16, block_n=64, sub_n=64, num_consumers=1, num_accums=2, num_stages=20, num_slabs=0
+)
+TILE_16X128 = TileConfig(
+    block_m=16, block_n=128, sub_n=64, num_consumers=1, num_accums=2, num_stages=11, num_slabs=0
+)
+
+TILE_64X16 = TileConfig(
+    block_m=64, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=20, num_slabs=0
+)
+TILE_64X32 = TileConfig(
+    block_m=64, block_n=32, sub_n=32, num_consumers=1, num_accums=4, num_stages=17, num_slabs=0
+)
+TILE_64X56 = TileConfig(
+    block_m=64, block_n=56, sub_n=56, num_consumers=1, num_accums=2, num_stages=14, num_slabs=0
+)
+TILE_64X64 = TileConfig(
+    block_m=64, block_n=64, sub_n=64, num_consumers=1, num_accums=2, num_stages=13, num_slabs=0
+)
+TILE_64X128 = TileConfig(
+    block_m=64, block_n=128, sub_n=64, num_consumers=1, num_accums=2, num_stages=8, num_slabs=0
+)
+
+TILE_128X64 = TileConfig(
+    block_m=128, block_n=64, sub_n=64, num_consumers=2, num_accums=2, num_stages=8, num_slabs=0
+)
+TILE_128X128_SUB64 = TileConfig(
+    block_m=128, block_n=128, sub_n=64, num_consumers=2, num_accums=2, num_stages=5, num_slabs=2
+)
+TILE_128X128 = TileConfig(
+    block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=5, num_slabs=2
+)
+TILE_128X256 = TileConfig(
+    block_m=128, block_n=256, sub_n=128, num_consumers=2, num_accums=1, num_stages=3, num_slabs=4
+)
+TILE_192X128 = TileConfig(
+    block_m=192, block_n=128, sub_n=128, num_consumers=3, num_accums=1, num_stages=4, num_slabs=2
+)
+# A consumer of 128 rows reads the scales of its columns once for both halves. Two accumulators
+# leave registers for 96 columns. For 1d1d alone.
+TILE_256X96 = TileConfig(
+    block_m=256, block_n=96, sub_n=96, num_consumers=2, num_accums=2, num_stages=4, num_slabs=2
+)
+# A table of groups takes shared memory, here that of one stage.
+TILE_64X64_GROUPED = dataclasses.replace(TILE_64X64, num_stages=12)
+
 CONFIGS: tuple[TileConfig, ...] = (
-    TileConfig(16, 16, 16, 1, 4, 24, 0),
-    TileConfig(16, 32, 32, 1, 4, 24, 0),
-    TileConfig(16, 56, 56, 1, 2, 20, 0),
-    TileConfig(16, 64, 64, 1, 2, 20, 0),
-    TileConfig(16, 128, 64, 1, 2, 11, 0),
-    TileConfig(64, 16, 16, 1, 4, 20, 0),
-    TileConfig(64, 32, 32, 1, 4, 17, 0),
-    TileConfig(64, 56, 56, 1, 2, 14, 0),
-    TileConfig(64, 64, 64, 1, 2, 13, 0),
-    TileConfig(64, 128, 64, 1, 2, 8, 0),
-    TileConfig(128, 64, 64, 2, 2, 8, 0),
-    TileConfig(128, 128, 64, 2, 2, 5, 2),
-    TileConfig(128, 128, 128, 2, 1, 5, 2),
-    TileConfig(128, 256, 128, 2, 1, 3, 4),
-    TileConfig(192, 128, 128, 3, 1, 4, 2),
+    TILE_16X16,
+    TILE_16X32,
+    TILE_16X56,
+    TILE_16X64,
+    TILE_16X128,
+    TILE_64X16,
+    TILE_64X32,
+    TILE_64X56,
+    TILE_64X64,
+    TILE_64X128,
+    TILE_128X64,
+    TILE_128X128_SUB64,
+    TILE_128X128,
+    TILE_128X256,
+    TILE_192X128,
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them. Tests
 # and bench run them.
 CLUSTER_CONFIGS = (
-    TileConfig(128, 256, 128, 2, 1, 3, 4, cluster_m=2),
-    TileConfig(192, 128, 128, 3, 1, 4, 2, cluster_n=2),
+    dataclasses.replace(TILE_128X256, cluster_m=2),
+    dataclasses.replace(TILE_192X128, cluster_n=2),
 )
-# A consumer of 128 rows reads the scales of its columns once for both halves. Two accumulators
-# leave registers for 96 columns.
-_TALL_1D1D = TileConfig(256, 96, 96, 2, 2, 4, 2)
 
 # The attribute `grouping`: what the groups of a product cut.
 GROUPED_ROWS, GROUPED_CONTRACTION = 1, 2
 
-# Grouped kernels keep a table of groups in shared memory, and have no clusters.
+# Grouped kernels have no clusters.
 GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
     GROUPED_ROWS: (
-        TileConfig(64, 64, 64, 1, 2, 12, 0),
-        TileConfig(64, 128, 64, 1, 2, 8, 0),
-        TileConfig(128, 64, 64, 2, 2, 8, 0),
-        TileConfig(128, 128, 64, 2, 2, 5, 2),
-        TileConfig(128, 256, 128, 2, 1, 3, 4),
-        TileConfig(192, 128, 128, 3, 1, 4, 2),
+        TILE_64X64_GROUPED,
+        TILE_64X128,
+        TILE_128X64,
+        TILE_128X128_SUB64,
+        TILE_128X256,
+        TILE_192X128,
     ),
-    GROUPED_CONTRACTION: (
-        TileConfig(128, 128, 128, 2, 1, 5, 2),
-        TileConfig(128, 256, 128, 2, 1, 3, 4),
-        TileConfig(192, 128, 128, 3, 1, 4, 2),
-    ),
+    GROUPED_CONTRACTION: (TILE_128X128, TILE_128X256, TILE_192X128),
 }
 
 
@@ -127,6 +175,6 @@ def configs(
     grouped, CLUSTER_CONFIGS too, which no product gets.
     """
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
-    tall = (_TALL_1D1D,) if is_1d1d else ()
+    tall = (TILE_256X96,) if is_1d1d else ()
     clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()
     return (*common, *tall, *clusters)

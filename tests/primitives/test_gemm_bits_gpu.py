@@ -76,7 +76,7 @@ def test_tiles_cut_for_the_last_round_give_the_same_bits(config):
     num_row_tiles = extension.num_sms() + 2
     m, n, k = num_row_tiles * config.block_m - 40, 2 * config.block_n - 8, 520
     lhs, rhs = gpu_cases.operands(8, (m, n, k), FAMILIES["1d1d"])
-    one_consumer = tile_config.TileConfig(64, 16, 16, 1, 4, 20, 0)
+    one_consumer = tile_config.TILE_64X16
     expected = gpu_cases.compile_with(one_consumer, gpu_cases.multiply, lhs, rhs)(lhs, rhs)
     gpu_cases.assert_model_predicts(expected, lhs, rhs)
     for out_dtype in OUT_DTYPES:

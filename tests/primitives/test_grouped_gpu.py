@@ -119,8 +119,8 @@ def test_tiles_of_every_height_give_the_same_bits(formats, out_dtype, rest):
     wide, narrow = (
         gpu_cases.compile_with(config, call, lhs, rhs, group_sizes)(lhs, rhs, group_sizes)
         for config in (
-            tile_config.TileConfig(128, 256, 128, 2, 1, 3, 4),
-            tile_config.TileConfig(64, 128, 64, 1, 2, 8, 0),
+            tile_config.TILE_128X256,
+            tile_config.TILE_64X128,
         )
     )
     assert_same(wide, narrow)
