@@ -102,7 +102,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
   FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config));
   FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
-  // Of one group, if all are of the same size.
+  // The rows of one group, as if all groups were of the same size.
   const int64_t m =
       GroupingOf(config) == Grouping::kRows ? CeilDiv(params.m, params.num_groups) : params.m;
   params.raster = ChooseRaster(config, m, CeilDiv(m, int64_t{config.block_m} * config.cluster_m),

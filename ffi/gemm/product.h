@@ -23,7 +23,7 @@ inline auto BindProduct() {
       .Arg<ffi::AnyBuffer>();  // rhs_scale
 }
 
-// The type of out.
+// Returns the type of out.
 ffi::DataType OutType(const GemmConfig& config);
 
 // InvalidArgument unless `more`, the operands behind the others, are accum if the config
@@ -32,8 +32,8 @@ ffi::DataType OutType(const GemmConfig& config);
 ffi::Error CheckAccum(const char* op, const GemmConfig& config, const ffi::RemainingArgs& more,
                       const ffi::AnyBuffer& out);
 
-// The parameters of a product of checked buffers, without groups. `m` rows and `n` columns of out,
-// in total or of each group, as GemmParams says.
+// Returns the parameters of a product whose buffers were checked, without its groups. m, n and k
+// are those of GemmParams.
 GemmParams ProductParams(const GemmConfig& config, const ffi::AnyBuffer& lhs_scale,
                          const ffi::AnyBuffer& rhs_scale, const ffi::AnyBuffer& out, int64_t m,
                          int64_t n, int64_t k);

@@ -85,7 +85,7 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, Config config, Attrib
   });
 }
 
-// The bindings of these handlers; the attributes behind `config` are to be added.
+// Return the bindings of these handlers. The caller adds the attributes behind `config`.
 template <typename Config>
 auto BindInstantiate() {
   return ffi::Ffi::BindInstantiate().Attr<Config>("config");

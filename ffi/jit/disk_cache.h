@@ -2,8 +2,8 @@
 //
 // An entry is written under a temporary name and renamed, so that a reader sees all of it or
 // nothing; its length and checksum are checked, so that a damaged one counts as absent. The
-// checksum is for accidents: what keeps out a stranger's kernels is who owns and may write the
-// folder and the entry (trusted_folder.h).
+// checksum is for accidents. The owners and modes of the folder and the entry keep a stranger's
+// kernels out (trusted_folder.h).
 
 #ifndef JAX_FP8GEMM_JIT_DISK_CACHE_H_
 #define JAX_FP8GEMM_JIT_DISK_CACHE_H_
@@ -16,8 +16,8 @@
 
 namespace jax_fp8gemm {
 
-// FNV-1a, 128 bits. Keys and checksums need no cryptographic strength: whoever can write the cache
-// folder can write a cubin there too.
+// FNV-1a, 128 bits. Keys and checksums need no cryptographic strength: a user who can write the
+// cache folder can write a cubin there too.
 class Hasher {
  public:
   // Hashes `bytes` and its length, so that ("ab", "c") and ("a", "bc") differ.

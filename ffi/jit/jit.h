@@ -1,4 +1,5 @@
-// Run-time compilation: CUDA C++ text -> NVRTC -> cubin -> kernel handle, cached in memory and on disk.
+// Run-time compilation: CUDA C++ text -> NVRTC -> cubin -> kernel handle, cached in memory and on
+// disk.
 //
 // Who calls what:
 //   Instantiate  GetOrCompile   memory, then disk (a few ms), then NVRTC (0.4-1.2 s)

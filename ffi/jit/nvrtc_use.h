@@ -1,15 +1,15 @@
-// No compilation is cut in two by a fork or by the end of the process.
+// Keeps a fork or the end of the process from interrupting a compilation.
 //
-// While NVRTC compiles, a fork would leave its locks taken in the child for ever. The destructors
-// that run when a process ends would destroy its data under it.
+// A fork while NVRTC compiles would leave NVRTC's locks taken in the child for ever. The
+// destructors that run when a process ends would destroy NVRTC's data while it compiles.
 
 #ifndef JAX_FP8GEMM_JIT_NVRTC_USE_H_
 #define JAX_FP8GEMM_JIT_NVRTC_USE_H_
 
 namespace jax_fp8gemm {
 
-// Whoever opens or runs NVRTC holds one; several threads may. A fork waits for all of them, and the
-// child begins with none.
+// A thread holds one while it opens or runs NVRTC; several threads may at the same time. A fork
+// waits until nobody holds one, and the child begins with none.
 class NvrtcUse {
  public:
   // Waits for the forks of other threads.
@@ -24,7 +24,7 @@ class NvrtcUse {
   bool is_granted_;
 };
 
-// Waits for all uses, and grants no more: for a process about to end.
+// Waits for all uses, and grants no more. For a process that is about to end.
 void EndNvrtcUses();
 
 }  // namespace jax_fp8gemm

@@ -1,4 +1,4 @@
-// Kernels on disk: read from there, or compiled and written there.
+// Gets a kernel from the disk cache, or compiles it and writes it there.
 
 #ifndef JAX_FP8GEMM_JIT_READ_OR_COMPILE_H_
 #define JAX_FP8GEMM_JIT_READ_OR_COMPILE_H_
@@ -12,7 +12,7 @@
 
 namespace jax_fp8gemm {
 
-// What all kernels share: the options, and the sources, read once.
+// What all kernels share: the options, and the sources, which are read once.
 struct JitSetup {
   explicit JitSetup(JitOptions options) : options(std::move(options)) {}
 
@@ -21,7 +21,8 @@ struct JitSetup {
   Headers headers;
 };
 
-// Reads the kernel from disk, or compiles it and writes it there; dumps it where that is asked for.
+// Reads the kernel from disk, or compiles it and writes it there. Dumps it if the options have a
+// folder for that.
 ffi::ErrorOr<Cubin> ReadOrCompile(const KernelSource& source, JitSetup& setup);
 
 // Says on stderr where a kernel came from, if the options ask for it.

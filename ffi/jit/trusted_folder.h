@@ -1,4 +1,4 @@
-// Folders and files that nobody but this user and root can change: what the disk cache may load.
+// Folders and files that nobody but this user and root can change. The disk cache loads no others.
 
 #ifndef JAX_FP8GEMM_JIT_TRUSTED_FOLDER_H_
 #define JAX_FP8GEMM_JIT_TRUSTED_FOLDER_H_
@@ -25,7 +25,7 @@ class FileDescriptor {
 
   int get() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }
-  // Before the scope ends, for whoever must know that all is written.
+  // Closes the file before the scope ends. False if not all could be written.
   bool Close() { return close(std::exchange(fd_, -1)) == 0; }
 
  private:
@@ -35,9 +35,9 @@ class FileDescriptor {
 // Opens a folder to reach files in it. Folders that are missing are made if `make`, with mode 0700.
 //
 // The folder must belong to this user or root, and nobody else may write in it. The same holds for
-// each folder above it, or whoever can write there could put another one in its place; but the
-// sticky bit (/tmp) keeps others from that, and so does a group that has no other member. Where the
-// path leads over symbolic links, all that it passes is checked.
+// each folder above it, because a user who can write there could put another folder in its place.
+// The sticky bit (/tmp) prevents that too, and a group that has no other member does no harm. All
+// folders and links that the path passes are checked.
 //
 // If the result is not open, `fault` says why; "" if the folder is missing and need not be made.
 FileDescriptor OpenTrustedFolder(const std::string& path, bool make, std::string* fault);

@@ -14,7 +14,7 @@
 namespace jax_fp8gemm {
 namespace {
 
-// Of the CTAs that fit an SM where they prefetch: kMinCtas in cuda/quantize/quantize.cuh.
+// Threads of an SM whose CTAs prefetch; must agree with kMinCtas in cuda/quantize/quantize.cuh.
 constexpr unsigned kPrefetchingThreads = 512;
 
 // Nothing is launched where there is nothing to read, so there may be nothing to write.

@@ -17,8 +17,8 @@ struct Batches {
   // What the batches of one k-block need from it besides the operands.
   struct KBlock {
     uint32_t stage;
-    // Of this thread's rows, 16 warp + lane / 4 and + 8, in each 64; in 1d2d times the scale of
-    // each column block.
+    // The scales of this thread's two rows in each 64: rows 16 warp + lane / 4 and 8 further on. In
+    // 1d2d they are multiplied by the scale of each column block.
     float scale[Tile::kNumColumnBlocks][Tile::kMSubs][2];
   };
 
@@ -71,8 +71,9 @@ struct Batches {
     advance();
   }
 
-  // Moves on to the next k-block, whose row scales lie lhs_rows further on in memory. NOTE: pinned
-  // here, well before they are read, and per lane: 1d1d took 6-12 % longer without.
+  // Moves on to the next k-block, whose row scales lie lhs_rows further on in memory. NOTE: their
+  // position is pinned here, well before the scales are read, and in each lane: without that, 1d1d
+  // took 6-12 % longer.
   __device__ __forceinline__ void advance() {
     ring.advance();
     scale_row = first_row + (scale_row - first_row + uint32_t(params.lhs_rows)) % 4;
@@ -131,7 +132,7 @@ struct Batches {
     }
   }
 
-  // 1d1d: reads the scales of this thread's columns of a batch, unless the batch before had them.
+  // 1d1d: reads the scales of this thread's columns of a batch, unless the last batch had the same.
   __device__ __forceinline__ void read_columns(int batch) {
     const int sub = batch % Tile::kSubs, ni = sub / Tile::kMSubs;
     if (!Config::kIs1d1d || sub % Tile::kMSubs > 0) return;

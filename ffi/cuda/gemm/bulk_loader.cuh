@@ -17,9 +17,9 @@ struct BulkLoader {
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
 
-  // By one lane: everything that is copied in bulk. kIsAligned: lhs_rows is a multiple of 4, so
-  // that row scales have a tensor map. NOTE: what this lane does in a k-block costs, although it
-  // mostly waits: with a branch here large products took 2-5 % longer.
+  // Copies, by one lane, everything that is copied in bulk. kIsAligned: lhs_rows is a multiple of
+  // 4, so that row scales have a tensor map. NOTE: every instruction of this lane in a k-block
+  // costs, although it mostly waits: with one branch here large products took 2-5 % longer.
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
@@ -41,20 +41,20 @@ struct BulkLoader {
   }
 
  private:
-  // k-blocks from the end of a tile at which its output is prefetched: early enough to arrive, late
-  // enough to stay.
+  // The output of a tile is prefetched when this many k-blocks are left: early enough to arrive,
+  // and late enough to stay in the L2.
   static constexpr int kPrefetchAhead = 8;
 
-  // Parts of a tile's lhs, and those of them that a group's rows reach.
+  // The parts of a tile's lhs, and how many of them the rows of a group reach.
   static constexpr int kPartBytes = Tile::kPartRows * Tile::kScaleBlock;
   static constexpr int kNumParts = Config::kBlockM / Tile::kPartRows;
   __device__ __forceinline__ static int count_parts(const Work& work) {
     return ceil_div(work.row_end - work.row, Tile::kPartRows);
   }
 
-  // Loads k-blocks first .. end-1 of a tile. kInParts: of lhs only the parts with rows of the
-  // group. What an earlier tile left behind them reaches only rows of the result that are not
-  // stored.
+  // Loads k-blocks first .. end-1 of a tile. kInParts: only the parts of lhs that have rows of the
+  // group are loaded. What an earlier tile left behind them reaches only rows of the result that
+  // are not stored.
   template <bool kIsAligned, bool kInParts = false>
   __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
                                                 Ring& ring) const {

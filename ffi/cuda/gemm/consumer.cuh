@@ -22,7 +22,8 @@ struct Consumer {
     Batches<Config>& batches = loop.batches;
     const GemmParams& params = batches.params;
     Scheduler scheduler(params, batches.shared);
-    // NOTE: count() is asked again for each tile. Kept over a tile, it took 1d1d 3-6 % longer.
+    // NOTE: count() is called again for each tile. With its value kept over a tile, 1d1d took 3-6 %
+    // longer.
     for (; scheduler.has_tile(scheduler.count()); scheduler.next(batches.lane)) {
       const Work work = scheduler.locate(scheduler.tile);
       const int row = work.row + batches.consumer * Tile::kRows;
@@ -53,8 +54,8 @@ struct Consumer {
   }
 
  private:
-  // A tile of a group, or of rows of none, which has no k-blocks. No consumer has stages to skip:
-  // those of whole tiles all have rows.
+  // Computes a tile of a group, or stores the zeros of rows of no group, which have no k-blocks. No
+  // consumer has stages to skip, because all consumers of a whole tile have rows.
   __device__ __forceinline__ void run_whole_or_exchanged(const Work& work, int row) {
     const int rows = uniform(max(0, work.row_end - work.row));
     const int num_k_blocks = uniform(work.num_k_blocks);
@@ -66,9 +67,9 @@ struct Consumer {
     }
   }
 
-  // By TMA where the rows are this tile's alone as far as they reach, or end with the output.
-  // NOTE: from the thread index read anew. What depends on the lane that the main loop knows is
-  // kept in registers through it, where tall tiles have none left.
+  // Stores by TMA where no row of the consumer belongs to another tile, or where the rows end with
+  // the output. NOTE: this code reads the thread index anew. Values that depend on the main loop's
+  // own lane stay in registers through that loop, where tall tiles have none left.
   __device__ __forceinline__ void store(int row, int row_end, int column) {
     const Batches<Config>& batches = loop.batches;
     const GemmParams& params = batches.params;

@@ -1,4 +1,4 @@
-// From the promoted sums in registers to the output in global memory.
+// Stores the promoted sums of registers to the output in global memory.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -7,11 +7,11 @@ namespace jax_fp8gemm {
 
 // Stores the tile of one consumer warpgroup by TMA, through slabs of 64 rows of 128 bytes: 64 bf16
 // or 32 f32 columns. In a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8), the 128-byte
-// swizzle, so that neither the writes nor TMA meet bank conflicts. Where 64 does not divide
+// swizzle, so that neither the writes nor TMA have bank conflicts. Where 64 does not divide
 // kBlockN, bf16 slabs have 32 columns, 64 bytes, and the 64-byte swizzle: c ^ (r / 2 % 4); then
 // there are twice kNumSlabs. Each warpgroup owns its slabs and its stores; nothing here waits for
-// another warpgroup. kAccumulate adds to what is there: one addition an element, so the result does
-// not depend on any order.
+// another warpgroup. kAccumulate adds to the output: each element has one addition, so the result
+// does not depend on any order.
 template <bool kIsF32, bool kAccumulate, int kMSubs, int kBlockN, int kNumSlabs, int kRegs>
 __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
                                           const float (&promoted)[kMSubs][kRegs], int row,
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   constexpr int kSlabs = kNumSlabs * 128 / kRowBytes;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
-  // Slabs written between two barriers: all of them, or half of the ring, so that the other half
-  // drains meanwhile.
+  // Slabs that are written between two barriers: all of them, or half of the ring, so that the
+  // other half drains meanwhile.
   constexpr int kChunk = kSlabs >= kTotal ? kTotal : (kSlabs > 1 ? kSlabs / 2 : 1);
   constexpr int kPending = kSlabs >= kTotal ? 0 : kSlabs / kChunk - 1;
   static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");

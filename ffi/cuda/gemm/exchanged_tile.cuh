@@ -1,10 +1,10 @@
-// A short tile of a group with its operands exchanged: the columns of rhs are wgmma's rows, of
-// which it takes 64 at a time, and the rows of the group its columns, of which it takes any
-// multiple of 8. The bits are the same.
+// A short tile of a group with its operands exchanged: the columns of rhs are the rows of wgmma,
+// and the rows of the group are its columns. wgmma takes 64 rows at a time, but any multiple of 8
+// columns. The bits are the same.
 //
-// A whole tile takes a seventh longer so: a thread then has 32 columns instead of two rows, and
-// reads the scale of each. In a short one fewer products are worth it
-// (docs/experiments/grouped-short-tiles.md).
+// A whole tile would take a seventh longer this way, because a thread then has 32 columns instead
+// of two rows and reads the scale of each. A short tile has so many products less that it is
+// faster (docs/experiments/grouped-short-tiles.md).
 #pragma once
 
 #include "gemm/batches.cuh"
@@ -34,10 +34,10 @@ struct ExchangedTile {
         rhs_tile(batches.rhs_tile + __shfl_sync(0xffffffff, batches.consumer, 0) *
                                         (kColumns * Tile::kScaleBlock / 16)) {}
 
-  // Computes and stores a tile of 1 .. kMostRows rows, of which there are k-blocks. Columns from n
-  // on are computed too, from what is there, and not stored. NOTE: `rows` must be uniform in a way
-  // that the compiler knows; a switch, or a branch to skip such columns, would keep the position in
-  // the ring per lane.
+  // Computes and stores a tile of 1 .. kMostRows rows that has k-blocks. Columns from n on are
+  // computed from whatever is there, and are not stored. NOTE: the compiler must know that `rows`
+  // is uniform. A switch, or a branch that skips such columns, would keep the position in the ring
+  // for each lane.
   template <int kRows = kMostRows>
   __device__ __forceinline__ void run(int rows) {
     if constexpr (kRows > kStep) {
@@ -49,7 +49,7 @@ struct ExchangedTile {
   }
 
  private:
-  // As MainLoop::multiply_by_one.
+  // Multiplies and promotes the k-blocks as MainLoop::multiply_by_one does.
   template <int kRows>
   __device__ __forceinline__ void multiply(float (&sums)[kSubs][kRows / 2]) {
     float accum[kRows / 2], scale[kRows / 4];
@@ -106,7 +106,7 @@ struct ExchangedTile {
     uint8_t* slab = batches.shared.slabs[batches.consumer];
     static_assert(Config::kOutF32 ||
                   kRows * Tile::kSlabRowBytes <= Config::kNumSlabs * Tile::kSlabBytes);
-    // Until the stores by TMA that used the slabs before have read them.
+    // Wait until the stores by TMA that used these slabs before have read them.
     if (!Config::kOutF32 && warp == 0 && elect_one()) tma_store_wait_read<0>();
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {

@@ -26,8 +26,8 @@
 // The tensor cores keep only about 14 bits of a running sum (DeepSeek-V3 report, section 3.3.2),
 // hence a promotion every 128 of k.
 //
-// Short tiles of groups (exchanged_tile.cuh): the columns of rhs become wgmma's rows, of which it
-// takes 64, and the few rows of the group its columns.
+// Short tiles of groups (exchanged_tile.cuh): the columns of rhs become the rows of wgmma, which
+// takes 64 at a time, and the few rows of the group become its columns.
 //
 // Clusters: kClusterM CTAs share an rhs tile, or kClusterN CTAs an lhs tile; each loads a part of
 // it and multicasts it to all.

@@ -1,5 +1,5 @@
-// The main loop of a consumer warpgroup: in which order the batches of a tile's k-blocks are queued
-// and promoted.
+// The main loop of a consumer warpgroup: the order in which it queues and promotes the batches of a
+// tile's k-blocks.
 #pragma once
 
 #include "gemm/batches.cuh"
@@ -12,7 +12,8 @@ struct MainLoop {
 
   Batches<Config> batches;
 
-  // Adds up all k-blocks of a tile. boundary: first column of the tile's second column block.
+  // Adds up all k-blocks of a tile. `boundary` is the first column of the tile's second column
+  // block.
   __device__ __forceinline__ void multiply(int boundary) {
     if constexpr (Config::kNumAccums == 1) {
       multiply_by_one(boundary);

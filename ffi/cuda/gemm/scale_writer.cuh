@@ -17,15 +17,15 @@ struct ScaleWriter {
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
 
-  // Whether there are such scales: in 1d2d one a column block.
+  // Whether there are such scales. In 1d2d each column block has one.
   __device__ __forceinline__ static bool is_needed(const GemmParams& params) {
     return !Config::kIs1d1d || has_rest(params.lhs_rows, ceil_div(params.k, 128));
   }
 
-  // By all lanes: in 1d2d one float per column block of the tile; and the last scales of rows,
-  // where they fill no 16 bytes. NOTE: when the consumers loaded scales into registers, a k-block
-  // ahead, the kernel was 15-20 % slower: such loads queue behind the operands of several stages on
-  // their way from the L2.
+  // Stores by all lanes: in 1d2d one float for each column block of the tile, and the last scales
+  // of rows where they fill no 16 bytes. NOTE: when the consumers loaded scales into registers, a
+  // k-block ahead, the kernel was 15-20 % slower: such loads queue behind the operands of several
+  // stages on their way from the L2.
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
     ColumnScales scales;
@@ -37,7 +37,8 @@ struct ScaleWriter {
       if constexpr (Config::kIs1d1d) {
         next = scheduler.hand_out(scheduler.take());
       } else {
-        // A chunk of scales is loaded under the one before, the next tile's first under the last.
+        // A chunk of scales is loaded while the chunk before it is stored. The first chunk of the
+        // next tile is loaded while the last chunk of this tile is stored.
         for (; k_block + kChunk < work.num_k_blocks; k_block += kChunk) {
           scales.advance();
           prefetch_chunk(scales, work, k_block + kChunk);
@@ -66,7 +67,7 @@ struct ScaleWriter {
 #pragma unroll 1
     for (int k_block = first; k_block < end; ++k_block) {
       mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-      // Up to 3 scales are left, of as many k-blocks if there is one row.
+      // Up to 3 scales are left. If there is one row, they belong to as many k-blocks.
       if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
         RowScales<Config::kBlockM>(params.lhs_rows, num_k_blocks, work.lhs_row,
                                    work.first_k_block + k_block)
@@ -92,7 +93,7 @@ struct ScaleWriter {
                     work.column, k_block);
   }
 
-  // Starts with the first ones of a tile, if there is that tile.
+  // Starts loading the first scales of a tile, if that tile exists.
   __device__ __forceinline__ void prefetch_tile(ColumnScales& scales, Scheduler scheduler,
                                                 int tile) {
     if (tile >= scheduler.count()) return;

@@ -3,9 +3,9 @@
 // The bits are a contract, the same in every config, for k-blocks in ascending order:
 //   1d2d: promoted = fma(lhs_scale * rhs_scale, accum, promoted)
 //   1d1d: promoted = fma(rhs_scale, lhs_scale * accum + 0, promoted)
-// with each product rounded; the 0 turns -0 into +0. NOTE: 1d1d has a product of scales for every
-// element. Scaling the accumulator twice needs no register for it, which took 3-10 % off the
-// kernel.
+// Each product is rounded, and the 0 turns -0 into +0. NOTE: 1d1d has a product of two scales for
+// every element. Scaling the accumulator twice needs no register for that product, and made the
+// kernel 3-10 % faster.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -35,7 +35,7 @@ struct RowScales {
     if (end > first) bulk_load(barrier, smem, scales + first, bytes());
   }
 
-  // Stores what the copy leaves out, by the lanes of a warp.
+  // Stores, by the lanes of a warp, the scales that the copy leaves out.
   __device__ __forceinline__ void store_rest(float* smem, const float* scales, int lane) const {
     const uint32_t i = end + lane;
     if (i < min(first + kWindow, total)) smem[i - first] = scales[i];
@@ -77,8 +77,8 @@ struct BlockScales {
   }
 };
 
-// Promotes the 64 x kN accumulators of one k-block, all columns under one rhs scale (1d2d). scale:
-// the products of the rhs scale with those of the thread's two rows.
+// Promotes the 64 x kN accumulators of one k-block where all columns have one rhs scale (1d2d).
+// `scale` has the products of the rhs scale with the scales of the thread's two rows.
 template <int kRegs>
 __device__ __forceinline__ void promote_1d2d(float* promoted, const float (&accum)[kRegs],
                                              const float (&scale)[2]) {
@@ -86,8 +86,8 @@ __device__ __forceinline__ void promote_1d2d(float* promoted, const float (&accu
   for (int i = 0; i < kRegs; ++i) promoted[i] = __fmaf_rn(scale[i / 2 % 2], accum[i], promoted[i]);
 }
 
-// The same where column block boundaries fall inside: columns from `boundary` on are under the
-// latter scales.
+// Promotes them where the boundary of two column blocks falls inside: columns from `boundary` on
+// have the second scales.
 template <int kRegs>
 __device__ __forceinline__ void promote_1d2d_split(float* promoted, const float (&accum)[kRegs],
                                                    const float (&former)[2],
@@ -99,14 +99,15 @@ __device__ __forceinline__ void promote_1d2d_split(float* promoted, const float 
   }
 }
 
-// One scale a column (1d1d): rhs[2j + c] is that of column 8j + 2(l%4) + c. Overwrites accum.
+// Promotes them where each column has a scale (1d1d): rhs[2j + c] is the scale of column
+// 8j + 2(l%4) + c. Overwrites accum.
 template <int kRegs>
 __device__ __forceinline__ void promote_1d1d(float* promoted, float (&accum)[kRegs],
                                              const float (&lhs)[2], const float (&rhs)[kRegs / 2]) {
-  // NOTE: an FMA with a zero that the compiler cannot see through, in place of a multiplication:
-  // of FMAs ptxas lets every second one yield, of multiplications none, and 64 instructions of one
-  // warp back to back starve the tensor cores. Row by row, so that it reads the row's scale once
-  // for several products.
+  // NOTE: this is an FMA with a zero that the compiler cannot see through, in place of a
+  // multiplication. ptxas lets every second FMA yield, but no multiplication, and 64 instructions
+  // of one warp back to back starve the tensor cores. The loop goes row by row, so that it reads
+  // the scale of a row once for several products.
   float zero;
   asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
 #pragma unroll

@@ -1,5 +1,5 @@
-// What follows from a config alone: sizes, the shared memory of a CTA, and what the kernel
-// supports.
+// What follows from a config alone: sizes, the layout of a CTA's shared memory, and static
+// assertions of what the kernel supports.
 #pragma once
 
 #include "gemm/pipeline.cuh"

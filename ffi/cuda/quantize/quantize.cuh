@@ -1,5 +1,5 @@
-// Quantisation to FP8 with 1x128 or 128x128 scale blocks, for x (m, k) in bf16, f16 or f32, or as
-// a source makes it of what it reads (quantize_source.cuh).
+// Quantisation to FP8 with 1x128 or 128x128 scale blocks. x (m, k) is in bf16, f16 or f32, or a
+// source (quantize_source.cuh) computes it from what it reads.
 //
 //   scale = max(amax(block), 2^-92) / max_fp8, optionally rounded up to a power of two
 //   value = fp8(x * (1 / scale)), to nearest even, saturated
@@ -17,9 +17,9 @@
 //
 // Work (quantize_walk.cuh): a warp takes 16 rows of one k-block. In mode "row" warps never meet, in
 // every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and cover
-// each other's loads and barriers. A CTA takes one tile; or, if its source prefetches, tile after
-// tile: each thread copies what its next elements are made of to shared memory of its own, once it
-// has read what was there, and needs no barrier for that.
+// each other's loads and barriers. A CTA takes one tile. If its source prefetches, it takes tile
+// after tile: once a thread has read its part of shared memory, it starts to copy there what its
+// next elements are made of. No other thread touches that part, so no barrier is needed.
 //
 // Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
 //   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
@@ -32,11 +32,12 @@
 // so c / 8 = l and the 16 units differ: 16 x 8 bytes cover the 32 banks once. Reading, 16 lanes
 // take the 16 units of one row.
 //
-// Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, a warp the scales of
-// 16 rows. Rows that are not a multiple of 8 long are read and written element by element.
+// Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, and a warp writes the
+// scales of 16 rows. Rows that are not a multiple of 8 long are read and written element by
+// element.
 //
-// Ragged ("column" and "row_column"): `transposed` has num_columns columns, and those of no token
-// are zero. In "row_column" the CTAs of rows of no group store a block of zeros besides.
+// Ragged ("column" and "row_column"): `transposed` has num_columns columns, and columns of no token
+// are zero. In "row_column" a CTA that takes rows of no group also stores a block of zeros.
 //
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
@@ -67,7 +68,7 @@ struct Quantizer {
   static constexpr bool kPrefetches = Source::kPrefetchBytes > 0;
 
   struct SharedStorage {
-    union {  // NOTE: with both, two CTAs that prefetch for gradients would not fit an SM
+    union {  // NOTE: without it, two CTAs that prefetch for gradients would not fit an SM
       alignas(16) uint32_t column_amax[kNumWarps][Elements::kVectors][16][4];  // by lane, as loaded
       alignas(16) uint2 transposed[kScaleBlock][16];
     };
@@ -76,10 +77,11 @@ struct Quantizer {
   };
   static_assert(sizeof(SharedStorage) <= 48 * 1024, "static shared memory is limited to 48 KiB");
 
-  // CTAs that must fit an SM: input in flight of 128 KiB (f32, or "row") or 96 KiB.
+  // CTAs that must fit an SM. Together they have 128 KiB (f32, or "row") or 96 KiB of input in
+  // flight.
   static constexpr int kMinCtas =
       (Elements::kElemBytes == 4 ? 512 : (kMode == kRow ? 1024 : 768)) / kNumThreads;
-  // An SM has 228 KiB of shared memory, of which the system takes 1 KiB a CTA.
+  // An SM has 228 KiB of shared memory. The system takes 1 KiB of it for each CTA.
   static_assert(kMinCtas * ((kStoresColumns ? sizeof(SharedStorage) : 0) +
                             Source::kPrefetchBytes * kNumThreads + 1024) <=
                     228 * 1024,
@@ -100,7 +102,7 @@ struct Quantizer {
     return of.first_column + chunk() * kFragmentColumns;
   }
 
-  // kIsAligned, here and below: k, and m if columns are stored, are multiples of 8.
+  // kIsAligned, here and below: k is a multiple of 8, and so is m if columns are stored.
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
     const Walk walk = {params, warp};
@@ -160,7 +162,7 @@ struct Quantizer {
       if constexpr (kStoresRows) quantize_rows<kIsAligned>();
       if (!place.is_of_group) {
         if (m_block * kScaleBlock >= params.num_columns) return;
-        elements.clear();  // of a block of zeros
+        elements.clear();  // for a block of zeros
         share_column_amax();
       }
       __syncthreads();  // every warp's maxima are in shared.column_amax
@@ -234,7 +236,7 @@ struct Quantizer {
     }
   }
 
-  // Thread c: the scale of column c of the tile.
+  // Computes and stores the scale of column c of the tile, by thread c.
   __device__ __forceinline__ void scale_column(int m_block) {
     const int c = threadIdx.x;
     const int j = c % kFragmentColumns;
@@ -253,7 +255,7 @@ struct Quantizer {
     }
   }
 
-  // The scale of the whole tile, in every thread.
+  // Returns the scale of the whole tile, in every thread.
   __device__ __forceinline__ BlockScale reduce_block() {
     uint32_t amax = 0;
 #pragma unroll
@@ -311,7 +313,8 @@ struct Quantizer {
 
 }  // namespace jax_fp8gemm
 
-// The kernel: a symbol of its own per config, so that profiles tell them apart.
+// The kernel. Its name is JAX_FP8GEMM_KERNEL, which differs for each config, so that profiles tell
+// the configs apart.
 extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNumThreads,
                                              jax_fp8gemm::Quantizer<Config>::kMinCtas)
     JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::QuantizeParams params) {

@@ -1,9 +1,9 @@
 // The 8 x 8 elements that one thread of a quantiser holds, and their maxima.
 //
-// A warp holds 16 rows of one 128-column block: lanes 0..15 the first 8 rows, lanes 16..31 the
-// others, each lane 8 neighbouring columns. One load instruction so reads two whole rows (256 bytes
-// each if 16-bit), and a thread owns 8 rows of each of its columns: a transposed store needs no
-// shuffles.
+// A warp holds 16 rows of one 128-column block. Lanes 0..15 hold the first 8 rows, lanes 16..31 the
+// others, and each lane has 8 neighbouring columns. So one load instruction reads two whole rows
+// (256 bytes each if 16-bit). A thread owns 8 rows of each of its columns, so a transposed store
+// needs no shuffles.
 #pragma once
 
 #include "ptx/convert.cuh"
@@ -23,8 +23,8 @@ __device__ __forceinline__ void load_16_bytes(uint32_t (&words)[4], const void* 
                : "l"(source));
 }
 
-// The same of the first `count` (any integer) of 8 bytes. kIsAligned: the address and `count` are
-// multiples of 8.
+// Loads the first `count` (any integer) of 8 bytes in the same way. kIsAligned: the address and
+// `count` are multiples of 8.
 template <bool kIsAligned>
 __device__ __forceinline__ void load_8_bytes(uint2& bytes, const uint8_t* source, int count) {
   if constexpr (kIsAligned) {
@@ -135,7 +135,7 @@ struct Fragment {
     return __uint_as_float(f32_bits(words[i][v][w], j));
   }
 
-  // Makes element (i, j) x.
+  // Sets element (i, j) to x.
   __device__ __forceinline__ void set(int i, int j, float x) {
     static_assert(kInput == kF32, "only an f32 element is a word of its own");
     words[i][j / kVectorElems][j % kVectorElems] = __float_as_uint(x);

@@ -1,4 +1,4 @@
-// What a quantise kernel is told: its mode, and its operands and results, of one matrix or of a
+// The mode and the parameters of a quantise kernel: its operands and results, for one matrix or a
 // batch.
 #pragma once
 
@@ -35,8 +35,8 @@ struct QuantizeParams {
   const float* weights;
 };
 
-// The operands and results of one element of a batch of square-block quantisations.
-// NOTE: others get the launch's own parameters, since a copy makes ptxas spill.
+// Returns the operands and results of one element of a batch of square-block quantisations.
+// NOTE: other modes get the launch's own parameters, since a copy makes ptxas spill.
 template <typename Quantizer>
 __device__ __forceinline__ decltype(auto) batch_element(const QuantizeParams& launched, int index) {
   if constexpr (!Quantizer::kIsBlock) {

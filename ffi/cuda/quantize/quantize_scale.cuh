@@ -1,4 +1,4 @@
-// From the largest magnitude of a scale block to its scale.
+// Computes the scale of a scale block from its largest magnitude.
 #pragma once
 
 #include "ptx/convert.cuh"
@@ -22,7 +22,7 @@ __device__ __forceinline__ BlockScale block_scale(uint32_t amax) {
   constexpr float kMaxFp8 = Config::kE5M2 ? 57344.0f : 448.0f;
 
   uint32_t bits = __float_as_uint(div_rn(__uint_as_float(max_u32(amax, kMinAmax)), kMaxFp8));
-  // Up to the next power of two: a mantissa other than zero carries into the exponent.
+  // Round up to the next power of two: a mantissa other than zero carries into the exponent.
   if constexpr (Config::kPow2Scale) bits = (bits + 0x007fffff) & 0xff800000;
   const bool is_finite = amax < kF32Inf;
   return {__uint_as_float(is_finite ? bits : kF32NaN),

@@ -1,4 +1,4 @@
-// What a quantiser quantises: x itself, or what is computed from it as it is read.
+// The sources of a quantiser: x itself, or values that are computed from operands as they are read.
 //
 // A source says what fills the fragment of a thread:
 //   Elements               the fragment

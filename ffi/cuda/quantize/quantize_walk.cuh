@@ -3,9 +3,9 @@
 // A warp takes 16 rows of one k-block. In mode "row" that is all, and four of them are a CTA; in
 // every other mode the 8 warps of a CTA take a 128x128 tile.
 //
-// Ragged: the columns of `transposed` are tokens, of which every group starts at a multiple of 128
-// (groups.cuh). A CTA takes the rows of one block of columns. In "row_column" the rows of no group
-// have CTAs of their own, behind the groups' last block.
+// Ragged: the columns of `transposed` are tokens, and every group of them starts at a multiple of
+// 128 (groups.cuh). A CTA takes the rows of one block of columns. In "row_column" the rows of no
+// group have CTAs of their own, behind the groups' last block.
 #pragma once
 
 #include "groups.cuh"
@@ -36,7 +36,7 @@ struct QuantizeWalk {
   const QuantizeParams& params;
   const int warp;
 
-  // Units, of which a CTA takes one at a time.
+  // The number of units. A CTA takes one unit at a time.
   __device__ __forceinline__ int count() const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
@@ -46,7 +46,7 @@ struct QuantizeWalk {
     }
   }
 
-  // What this warp takes of a unit.
+  // Returns the part of a unit that this warp takes.
   __device__ __forceinline__ Place find(unsigned unit) const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
