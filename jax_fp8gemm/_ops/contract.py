@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._ops.product import products
-from jax_fp8gemm._ops.product_spec import MatmulSpec
+from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshape, reshaped_spec, reshard
 from jax_fp8gemm._sharding.manual_axes import settle
 from jax_fp8gemm._sharding.rule import padded_spec
@@ -33,7 +33,7 @@ DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 
 def contract(
     op: str,
-    spec: MatmulSpec,
+    spec: ProductSpec,
     dims: DimensionNumbers,
     lhs: jax.Array,
     rhs: jax.Array,
@@ -72,7 +72,7 @@ def _dim_cut_first_by(
 
 def _contract_repeated(
     op: str,
-    spec: MatmulSpec,
+    spec: ProductSpec,
     dims: DimensionNumbers,
     operands: list[jax.Array],
     out_spec: PartitionSpec,
@@ -110,7 +110,7 @@ def _contract_repeated(
 
 def _contract_parts(
     op: str,
-    spec: MatmulSpec,
+    spec: ProductSpec,
     dims: DimensionNumbers,
     lhs: jax.Array,
     rhs: jax.Array,
@@ -143,7 +143,7 @@ def _parts_first(x: jax.Array, dims: Any, counts: Any) -> jax.Array:
 
 
 def _contract_matrices(
-    spec: MatmulSpec, dims: Any, lhs: jax.Array, rhs: jax.Array, out_spec: PartitionSpec | None
+    spec: ProductSpec, dims: Any, lhs: jax.Array, rhs: jax.Array, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims

@@ -19,7 +19,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product import product, products
-from jax_fp8gemm._ops.product_spec import MatmulSpec, check_precision, make_spec, out_spec_of
+from jax_fp8gemm._ops.product_spec import ProductSpec, check_precision, make_spec, out_spec_of
 from jax_fp8gemm._ops.weights import check_weights
 from jax_fp8gemm._sharding.explicit_axes import reshape, reshard
 from jax_fp8gemm._sharding.manual_axes import settle
@@ -132,7 +132,7 @@ def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
 
 
 def _broadcast_product(
-    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """The product with jnp.matmul's rules for batch dimensions."""
     *lhs_batch, m, k = lhs.shape

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import formats
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import (
-    MatmulSpec,
+    ProductSpec,
     kernel_dtype,
     name_residual,
     quantize_args,
@@ -45,7 +45,7 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 
 
 def products(
-    spec: MatmulSpec,
+    spec: ProductSpec,
     lhs: jax.Array,
     rhs: jax.Array,
     num_batch_dims: int,
@@ -70,7 +70,7 @@ def products(
 
 @jax.named_scope("fp8gemm_matmul")
 def product(
-    spec: MatmulSpec,
+    spec: ProductSpec,
     lhs: jax.Array,
     rhs: jax.Array | ScaledArray,
     out_spec: PartitionSpec | None = None,
@@ -82,13 +82,13 @@ def product(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
+def _product(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
     return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 
-def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
+def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     args = quantize_args(spec, spec.recipe.fwd)
     if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
@@ -102,7 +102,7 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array,
     return name_residual("out", out), residuals
 
 
-def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
+def _product_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
     lhs, rhs = residuals
     args = quantize_args(spec, spec.recipe.bwd)
     is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
@@ -136,7 +136,7 @@ def _with_whole_blocks(x: jax.Array) -> jax.Array:
 
 
 def _unfolded(
-    spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, rows: Any, out_spec: Any
+    spec: ProductSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, rows: Any, out_spec: Any
 ) -> jax.Array:
     """`_gemm_as` with the dimensions `rows` in front, as before `_with_whole_blocks`."""
     n = rhs.shape[0]
@@ -149,7 +149,7 @@ def _unfolded(
 
 
 def _gemm_as(
-    spec: MatmulSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, out_spec: Any
+    spec: ProductSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, out_spec: Any
 ) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
     how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)

@@ -41,7 +41,7 @@ class Shardings:
 
 
 @dataclass(frozen=True)
-class MatmulSpec:
+class ProductSpec:
     """What is static about one product."""
 
     recipe: Recipe
@@ -58,8 +58,8 @@ class MatmulSpec:
 
 
 def with_shardings(
-    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
-) -> MatmulSpec:
+    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+) -> ProductSpec:
     """`spec` for these operands, and a result that Explicit mesh axes cut as out_spec says."""
     return replace(spec, shardings=shardings_of(lhs, rhs, out_spec))
 
@@ -83,7 +83,7 @@ def check_recipe(op: str, recipe: Any) -> None:
 
 def make_spec(
     op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
-) -> MatmulSpec:
+) -> ProductSpec:
     """Checks what is static; `rhs` is None where it is quantised already."""
     check_recipe(op, recipe)
     checks.check_implementation(op, implementation)
@@ -94,10 +94,10 @@ def make_spec(
         name = "preferred_element_type"
         out_dtype = checks.check_out_dtype(op, name, preferred_element_type, formats.FLOAT_DTYPES)
     rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
-    return MatmulSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
+    return ProductSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
 
 
-def check_precision(op: str, precision: Any, spec: MatmulSpec) -> Any:
+def check_precision(op: str, precision: Any, spec: ProductSpec) -> Any:
     """None for FP8, or what an XLA dot is to have: a pair of precisions, or an algorithm."""
     xla_precision = _xla_precision(op, precision)
     is_xla = xla_precision is not None
@@ -138,7 +138,7 @@ def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | Non
     return out.sharding.spec
 
 
-def quantize_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
+def quantize_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
     """The arguments of quantize and its kin for operands of format `fmt`."""
     return dict(
         dtype=DTYPES[fmt],

@@ -28,7 +28,7 @@ from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
-    MatmulSpec,
+    ProductSpec,
     check_precision,
     make_spec,
     name_residual,
@@ -126,7 +126,7 @@ def ragged_dot(
 
 
 def _out_spec(
-    spec: MatmulSpec, lhs: jax.Array, rhs: Any, out_sharding: Any
+    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_sharding: Any
 ) -> PartitionSpec | None:
     """How Explicit mesh axes cut the result: as that of lhs times one of the matrices.
 
@@ -179,20 +179,20 @@ def _local_groups(
 
 
 @jax.named_scope("fp8gemm_ragged_dot")
-def _grouped_product(spec: MatmulSpec, lhs, rhs, sizes, first_row) -> jax.Array:
+def _grouped_product(spec: ProductSpec, lhs, rhs, sizes, first_row) -> jax.Array:
     rhs = without_gradient("ragged_dot", "rhs", rhs)
     operands = match_varying(lhs, rhs, sizes, first_row)
     return reverse_mode("ragged_dot", partial(_product, spec), *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
+def _product(spec: ProductSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
     groups, out_spec = (sizes, first_row), spec.shardings.out
     return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), *groups, out_spec)
 
 
-def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
+def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     args = quantize_args(spec, spec.recipe.fwd)
     if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
@@ -206,7 +206,7 @@ def _product_fwd(spec: MatmulSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -
     return name_residual("out", out), (*kept, sizes, first_row)
 
 
-def _product_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+def _product_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes, first_row = residuals
     args = quantize_args(spec, spec.recipe.bwd)
     columns = None

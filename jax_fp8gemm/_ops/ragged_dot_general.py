@@ -29,7 +29,7 @@ from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
-    MatmulSpec,
+    ProductSpec,
     check_precision,
     make_spec,
     name_residual,
@@ -139,7 +139,7 @@ def ragged_dot_general(
 
 
 def _out_spec(
-    spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any
+    spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any
 ) -> PartitionSpec | None:
     """How Explicit mesh axes cut a ragged contraction: as that of all rows.
 
@@ -187,7 +187,7 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
 
 
 @jax.named_scope("fp8gemm_ragged_dot_general")
-def _contract(spec: MatmulSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
+def _contract(spec: ProductSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
     if xla_precision is None and spec.recipe.is_fp8:
         operands = match_varying(lhs, rhs, sizes)
         return reverse_mode("ragged_dot_general", partial(_contraction, spec), *operands)
@@ -200,14 +200,14 @@ def _first_row() -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contraction(spec: MatmulSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def _contraction(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
     columns = lhs_columns, rhs_columns
     return wgrad_as(spec, spec.out_dtype, *columns, sizes, spec.shardings.out)
 
 
-def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
+def _contraction_fwd(spec: ProductSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
     """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
@@ -217,7 +217,7 @@ def _contraction_fwd(spec: MatmulSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]
     return name_residual("out", out), (*kept, sizes)
 
 
-def _contraction_bwd(spec: MatmulSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+def _contraction_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes = residuals
     # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
     dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)

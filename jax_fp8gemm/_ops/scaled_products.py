@@ -11,13 +11,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import MatmulSpec, kernel_dtype
+from jax_fp8gemm._ops.product_spec import ProductSpec, kernel_dtype
 from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 from jax_fp8gemm._primitives.grouped_wgrad import grouped_wgrad
 
 
 def gemm_as(
-    spec: MatmulSpec,
+    spec: ProductSpec,
     dtype: Any,
     lhs: ScaledArray,
     rhs: ScaledArray,
@@ -32,7 +32,7 @@ def gemm_as(
 
 
 def wgrad_as(
-    spec: MatmulSpec,
+    spec: ProductSpec,
     dtype: Any,
     lhs: Any,
     rhs: Any,

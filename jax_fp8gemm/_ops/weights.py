@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.product_spec import MatmulSpec, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
 from jax_fp8gemm._ops.quantize import quantize, quantize_transposed
 from jax_fp8gemm._ops.reverse_mode import undifferentiable
 
@@ -40,14 +40,14 @@ def without_gradient(op: str, name: str, w: Any) -> Any:
     return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
 
 
-def transposed(spec: MatmulSpec, w: Any) -> ScaledArray:
+def transposed(spec: ProductSpec, w: Any) -> ScaledArray:
     """The transpose of `w`, quantised where it is not: what a product without a gradient reads."""
     if isinstance(w, ScaledArray):
         return w.T
     return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
 
 
-def both_ways(spec: MatmulSpec, fmt: Any, w: Any) -> tuple[ScaledArray, ScaledArray]:
+def both_ways(spec: ProductSpec, fmt: Any, w: Any) -> tuple[ScaledArray, ScaledArray]:
     """`w` and its transpose, quantised in `fmt`, by one read, where it is not."""
     if not isinstance(w, ScaledArray):
         args = quantize_args(spec, fmt)

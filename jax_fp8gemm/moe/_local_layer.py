@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._ops.product_spec import MatmulSpec, name_residual, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
@@ -127,7 +127,7 @@ def _add_up(out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
 
 
 def _copy_and_quantize(
-    spec: MatmulSpec, fmt: Any, x: jax.Array, rows: Rows, weights: jax.Array | None
+    spec: ProductSpec, fmt: Any, x: jax.Array, rows: Rows, weights: jax.Array | None
 ) -> tuple[Any, Any]:
     """The row of each choice, and ragged columns where the product's rhs has a gradient."""
     run = partial(gather_quantize, x, rows.token, weights, *rows.groups, **quantize_args(spec, fmt))

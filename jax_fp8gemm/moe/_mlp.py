@@ -18,7 +18,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import (
-    MatmulSpec,
+    ProductSpec,
     check_precision,
     kernel_dtype,
     make_spec,
@@ -215,7 +215,7 @@ def _mlp_bwd(specs: Specs, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
-def _rows_and_columns(spec: MatmulSpec, x: jax.Array, groups: Groups, args) -> tuple[Any, Any]:
+def _rows_and_columns(spec: ProductSpec, x: jax.Array, groups: Groups, args) -> tuple[Any, Any]:
     """x quantised along its last dimension, and along the tokens of each group where the product's
     rhs has a gradient."""
     if spec.rhs_dtype is None:

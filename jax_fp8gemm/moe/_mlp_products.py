@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import MatmulSpec, name_residual, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 
-Specs = tuple[MatmulSpec, MatmulSpec]  # of the products with w_gate_up and with w_down
+Specs = tuple[ProductSpec, ProductSpec]  # of the products with w_gate_up and with w_down
 Groups = tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first group starts
 
 
@@ -93,7 +93,7 @@ def backward(
     return dx, dw_gate_up, dw_down
 
 
-def _wgrad(spec: MatmulSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
+def _wgrad(spec: ProductSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
     if spec.rhs_dtype is None:
         return None
     return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0], spec.shardings.rhs)

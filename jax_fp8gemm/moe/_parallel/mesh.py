@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import MatmulSpec
+from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm._sharding.rule import axes_of
 from jax_fp8gemm.moe._mlp_products import weights_both_ways
@@ -150,7 +150,7 @@ def _bwd(spec: ExpertSpec, layout: MeshLayout, shardings, residuals: Any, dout: 
 _expert_mlp.defvjp(_fwd, _bwd)
 
 
-def _with_partial_sums(product: MatmulSpec) -> MatmulSpec:
+def _with_partial_sums(product: ProductSpec) -> ProductSpec:
     """The product with gradients of rhs in the dtype in which devices add them."""
     has_gradient = product.rhs_dtype is not None
     return replace(product, rhs_dtype=product.reduce_dtype) if has_gradient else product

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import MatmulSpec, name_residual, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
@@ -61,8 +61,8 @@ class ExpertSpec:
       has_one_turn: whether `rows` holds all rows, whatever the choices.
     """
 
-    into: MatmulSpec
-    down: MatmulSpec
+    into: ProductSpec
+    down: ProductSpec
     exchange: Exchange
     experts: int
     rows: int
@@ -198,7 +198,7 @@ def _backward_turn(
     return dx, dweights, dw_gate_up, dw_down
 
 
-def _travel_args(spec: MatmulSpec, fmt: Any) -> dict[str, Any]:
+def _travel_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
     return quantize_args(spec, fmt) | dict(pow2_scale=True)
 
 
