@@ -46,6 +46,7 @@ def define_primitive(
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
     partition_rule: Callable[..., PartitionRule] | None = None,
     run_shard: Callable[..., Arrays] | None = None,
+    shard_params: Sequence[str] = (),
 ) -> Callable[..., Arrays]:
     """Makes a primitive and returns the function that binds it.
 
@@ -62,13 +63,23 @@ def define_primitive(
         compiler gathers sharded operands of the kernel.
       run_shard: (run, *operands, shards, **params) -> results on the Shards of a device, where that
         is not run(*operands, **params); run is the reference or the FFI call.
+      shard_params: names of the parameters that run_shard and the batch rule alone are given.
     Returns:
       bind(*operands, implementation, out_specs=None, **params) -> list of results. Over Explicit
       mesh axes they are sharded as out_specs say, a PartitionSpec for each; None: as the partition
       rule makes of the operands, or replicated where there is none. In a shard_map all operands
       get the union of their varying manual axes.
     """
-    rules = _Rules(name, shape_rule, reference, ffi_call, dce_rule, partition_rule, run_shard)
+    rules = _Rules(
+        name,
+        shape_rule,
+        reference,
+        ffi_call,
+        dce_rule,
+        partition_rule,
+        run_shard,
+        frozenset(shard_params),
+    )
 
     def bind(*operands, implementation, out_specs=None, **params):
         run = partial(on_arrays.bind, implementation=implementation, **params)
@@ -82,8 +93,9 @@ def define_primitive(
         if explicit_mesh(operands) is None:
             return run(*operands)
         if out_specs is None:
-            results = shape_rule(*map(jax.typeof, operands), **params)
-            out_specs = result_specs(partition_rule(*operands, **params), operands, results)
+            own = rules.without_shard_params(params)
+            results = shape_rule(*map(jax.typeof, operands), **own)
+            out_specs = result_specs(partition_rule(*operands, **own), operands, results)
         return with_auto_axes(run, operands, lambda: out_specs)
 
     def batch(operands, dims, **params):
@@ -115,10 +127,14 @@ class _Rules:
     dce_rule: Callable[..., Any] | None
     partition_rule: Callable[..., PartitionRule] | None
     run_shard: Callable[..., Arrays] | None
+    shard_params: frozenset[str]
 
     @property
     def op(self) -> str:
         return self.name.removeprefix("jax_fp8gemm_")
+
+    def without_shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in params.items() if name not in self.shard_params}
 
     def kernel(self, *operands, **params):
         # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
@@ -129,9 +145,11 @@ class _Rules:
         # NOTE: bind() makes them vary over the same axes, except in a shard_map without check_vma
         # inside one with it, where nothing can be cast and JAX's own results vary over none.
         like = min(avals, key=lambda aval: len(aval.manual_axis_type.varying))
-        return [_like(like, out) for out in self.shape_rule(*avals, **params)]
+        results = self.shape_rule(*avals, **self.without_shard_params(params))
+        return [_like(like, out) for out in results]
 
     def lower_shards(self, run, ctx, *operands, **params):
+        params = self.without_shard_params(params)
         return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
 
     def lower_arrays(self, run, ctx, *operands, **params):
@@ -139,9 +157,10 @@ class _Rules:
         _check_partitioner(self.op, ctx)
         if _needs_devices is None:  # and there is one device
             return self.lower_shards(run, ctx, *operands, **params)
-        rule = self.partition_rule(*ctx.avals_in, **params)
+        own = self.without_shard_params(params)
+        rule = self.partition_rule(*ctx.avals_in, **own)
         local = self.run_shard and partial(self.run_shard, run, **params)
-        function = partitioned(partial(run, **params), rule, local)
+        function = partitioned(partial(run, **own), rule, local)
         is_kernel = run is not self.reference
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
         # NOTE: jax.ensure_compile_time_eval() would make arrays of what depends on no operand, and

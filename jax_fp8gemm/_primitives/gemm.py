@@ -70,7 +70,7 @@ def gemm(
     return gemm_p(*operands, **how, **params)[0]
 
 
-def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype):
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
     shapes = _matrix_shapes(operands, num_k_dims)
     matrices = [
         jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
@@ -174,7 +174,7 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
 def _folded(run):
     """`run`, a product of matrices, for the operands of the primitive."""
 
-    def run_folded(*operands, num_k_dims: int, reduce_dtype, **params):
+    def run_folded(*operands, num_k_dims: int, **params):
         lhs, rhs = operands[0], operands[2]
         num_batch_dims = _num_batch_dims(rhs, num_k_dims)
         batch = [math.prod(lhs.shape[:num_batch_dims])] if num_batch_dims else []
@@ -219,9 +219,7 @@ def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
     return [out.reshape(*rows, size, n)], [len(rows)]
 
 
-def _partition_rule(
-    *operands, num_k_dims: int, is_1d1d: bool, out_dtype, reduce_dtype
-) -> PartitionRule:
+def _partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
     num_batch_dims = _num_batch_dims(rhs, num_k_dims)
     several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
@@ -234,11 +232,11 @@ def _partition_rule(
     return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting=tuple(k.split()))
 
 
-def _run_shard(run, *operands, shards: Shards, out_dtype, **params):
-    """Sums over the mesh in params["reduce_dtype"], before anything is added or rounded."""
+def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params):
+    """Sums over the mesh in reduce_dtype, before anything is added or rounded."""
     if not shards.is_summed:
         return run(*operands, out_dtype=out_dtype, **params)
-    (part,) = run(*operands[:4], out_dtype=params["reduce_dtype"], **params)
+    (part,) = run(*operands[:4], out_dtype=reduce_dtype, **params)
     total = shards.reduce(part)
     for x in operands[4:]:
         total = x + total
@@ -253,4 +251,5 @@ gemm_p = define_primitive(
     batch_rule=_batch_rule,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
+    shard_params=("reduce_dtype",),
 )

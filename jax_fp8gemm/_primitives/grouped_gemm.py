@@ -61,7 +61,7 @@ def grouped_gemm(
     return grouped_gemm_p(*operands, **how, **params)[0]
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
     op = "grouped_gemm"
     checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
     checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
@@ -71,13 +71,11 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
-def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
     if lhs.ndim == 3:
-        params = dict(out_dtype=out_dtype, reduce_dtype=reduce_dtype)
-        one = lambda xs: _reference(*xs, first_row=first_row, **params)[0]
-        return [
-            lax.map(one, (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None]))
-        ]
+        one = lambda xs: _reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
+        groups_first = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None])
+        return [lax.map(one, groups_first)]
     (m, _), (g, n, _) = lhs.shape, rhs.shape
     group = groups.group_of_rows(group_sizes, first_row, m)[:, None]
 
@@ -95,7 +93,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
     return [out.astype(out_dtype)]
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, reduce_dtype):
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
     """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads and slices the result."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
     if 0 in (*batch, n, k):
@@ -134,7 +132,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     return [out[:, :n].reshape(*batch, n)]
 
 
-def _partition_rule(lhs, *_, out_dtype, reduce_dtype) -> PartitionRule:
+def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
     blocks = {"k": _BLOCK, "n": _BLOCK}
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
@@ -157,7 +155,7 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
         starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
         sizes, first_row = ends - starts, starts[:1]
     dtype = reduce_dtype if shards.is_summed else out_dtype
-    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, reduce_dtype=reduce_dtype)
+    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype)
     return [shards.reduce(out).astype(out_dtype)]
 
 
@@ -168,4 +166,5 @@ grouped_gemm_p = define_primitive(
     ffi_call=_ffi_call,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
+    shard_params=("reduce_dtype",),
 )
