@@ -17,8 +17,6 @@ The reference computes the same sum without promising the last bits of the kerne
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +27,8 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._primitives.batch import bind_each, map_batch
 from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
@@ -71,29 +69,14 @@ def gemm(
 
 
 def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
-    shapes = _matrix_shapes(operands, num_k_dims)
+    shapes = matrix_shapes(operands, num_k_dims)
     matrices = [
         jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
     ]
     _check(*matrices, is_1d1d=is_1d1d, out_dtype=out_dtype)
     lhs, rhs = operands[0], operands[2]
-    n = rhs.shape[_num_batch_dims(rhs, num_k_dims)]
+    n = rhs.shape[num_batch_dims(rhs, num_k_dims)]
     return [jax.ShapeDtypeStruct((*lhs.shape[:-num_k_dims], n), out_dtype)]
-
-
-def _num_batch_dims(rhs, num_k_dims: int) -> int:
-    """How many dimensions all operands have in front, with a product for each element."""
-    return rhs.ndim - 1 - num_k_dims
-
-
-def _matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
-    """The shapes of one product's operands as matrices."""
-    first = _num_batch_dims(operands[2], num_k_dims)
-    num_columns = [num_k_dims] * 4 + [1] * (len(operands) - 4)
-    return [
-        (math.prod(x.shape[first:-count]), math.prod(x.shape[-count:]))
-        for x, count in zip(operands, num_columns, strict=True)
-    ]
 
 
 def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> None:
@@ -120,17 +103,22 @@ def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
     lhs, rhs = pad_k(lhs), pad_k(rhs)
 
     def promote(promoted, b):
-        # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
-        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
-        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
-        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
-        return promoted + column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial, None
+        return promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b), None
 
     zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
     promoted, _ = lax.scan(promote, zeros, jnp.arange(formats.num_blocks(k)))
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
+
+
+def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
+    """Scale block b of the contraction, f32 (m, n); rhs_scale has one scale for each row of rhs."""
+    # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
+    block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
+    product = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
+    column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+    return column(lhs_scale)[:, None] * column(rhs_scale)[None] * product
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
@@ -171,60 +159,16 @@ def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, A
     return config.attributes(**spec, **tile_config.formats(lhs, rhs), num_sms=num_sms)
 
 
-def _folded(run):
-    """`run`, a product of matrices, for the operands of the primitive."""
-
-    def run_folded(*operands, num_k_dims: int, **params):
-        lhs, rhs = operands[0], operands[2]
-        num_batch_dims = _num_batch_dims(rhs, num_k_dims)
-        batch = [math.prod(lhs.shape[:num_batch_dims])] if num_batch_dims else []
-        shapes = _matrix_shapes(operands, num_k_dims)
-        folded = [x.reshape(*batch, *shape) for x, shape in zip(operands, shapes, strict=True)]
-        run_one = partial(run, **params)
-        (out,) = map_batch(run_one, folded, [0] * len(folded)) if batch else run_one(*folded)
-        return [out.reshape(*lhs.shape[:-num_k_dims], rhs.shape[num_batch_dims])]
-
-    return run_folded
-
-
-def _batch_rule(operands, dims, *, num_k_dims: int, is_1d1d: bool, **params):
-    """A batched lhs has one more dimension of rows, a batched rhs is folded into n; a product for
-    each element where both are.
-
-    One by one where only accum is, and where a block of 128 columns would span two elements.
-    """
-    lhs_batched = any(d is not None for d in dims[:2])
-    rhs_batched = any(d is not None for d in dims[2:4])
-    front = lambda i, size: (
-        jnp.broadcast_to(operands[i][None], (size, *operands[i].shape))
-        if dims[i] is None
-        else jnp.moveaxis(operands[i], dims[i], 0)
-    )
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d)
-    is_batch = operands[2].ndim - (dims[2] is not None) > 1 + num_k_dims
-    if is_batch or (lhs_batched and rhs_batched):
-        return gemm_p(*(front(i, size) for i in range(len(operands))), **params), [0]
-    n = operands[2].shape[1 if dims[2] == 0 else 0]
-    if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % _BLOCK):
-        return bind_each(gemm_p, operands, dims, **params), [0]
-    accum = [front(4, size)] if len(operands) == 5 else []
-    if lhs_batched:
-        return gemm_p(front(0, size), front(1, size), *operands[2:4], *accum, **params), [0]
-    rows = operands[0].shape[:-num_k_dims]
-    rhs = (front(i, size) for i in (2, 3))
-    rhs = (x.reshape(size * x.shape[1], *x.shape[2:]) for x in rhs)
-    accum = [jnp.moveaxis(x, 0, -2).reshape(*rows, size * n) for x in accum]
-    (out,) = gemm_p(*operands[:2], *rhs, *accum, **params)
-    return [out.reshape(*rows, size, n)], [len(rows)]
+def _batch_rule(operands, dims, **params):
+    return batch_rule(gemm_p, operands, dims, **params)
 
 
 def _partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
-    num_batch_dims = _num_batch_dims(rhs, num_k_dims)
+    num_batch = num_batch_dims(rhs, num_k_dims)
     several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
-    batch = several("b", num_batch_dims)
-    m = several("m", lhs.ndim - num_batch_dims - num_k_dims - 1) + "m"
+    batch = several("b", num_batch)
+    m = several("m", lhs.ndim - num_batch - num_k_dims - 1) + "m"
     k = several("k", num_k_dims - 1) + "k"
     lhs_dims, rhs_dims, out_dims = f"{batch}{m} {k}", f"{batch}n {k}", f"{batch}{m} n"
     dims = lhs_dims, lhs_dims, rhs_dims, rhs_dims, out_dims
@@ -246,8 +190,8 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     shape_rule=_shape_rule,
-    reference=_folded(reference),
-    ffi_call=_folded(_ffi_call),
+    reference=folded(reference),
+    ffi_call=folded(_ffi_call),
     batch_rule=_batch_rule,
     partition_rule=_partition_rule,
     run_shard=_run_shard,

@@ -11,7 +11,7 @@ A group's result has the bits of scaled_matmul of that group alone.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
-
-if TYPE_CHECKING:
-    pass
 
 _BLOCK = formats.SCALE_BLOCK
 

@@ -9,7 +9,7 @@ A group's result has the bits of scaled_matmul of that group alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,14 @@ from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.gemm import block_product
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
-if TYPE_CHECKING:
-    pass
-
 _BLOCK = formats.SCALE_BLOCK
-
-
-def check_tokens(op: str, lhs: Any, rhs: Any) -> None:
-    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
-    if lhs.shape[1] % _BLOCK:
-        raise ValueError(
-            f"{op}: t must be a multiple of 128; got lhs {checks.short_type(lhs)}. "
-            "Quantise with quantize_ragged, which fills up the last block of each group."
-        )
 
 
 @jax.named_scope("fp8gemm_grouped_wgrad")
@@ -64,6 +53,15 @@ def grouped_wgrad(
     return grouped_wgrad_p(*operands, **how, **params)[0]
 
 
+def check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if lhs.shape[1] % _BLOCK:
+        raise ValueError(
+            f"{op}: t must be a multiple of 128; got lhs {checks.short_type(lhs)}. "
+            "Quantise with quantize_ragged, which fills up the last block of each group."
+        )
+
+
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     op = "grouped_wgrad"
     for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
@@ -86,10 +84,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
 
     def promote(promoted, b):
-        block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
-        partial = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
-        column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
-        scaled = column(lhs_scale)[:, None] * column(rhs_scale)[None] * partial
+        scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b)
         # mode="drop": blocks behind the last group have index g.
         return promoted.at[group[b]].add(scaled, mode="drop"), None
 
