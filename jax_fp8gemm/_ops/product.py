@@ -30,10 +30,11 @@ from jax_fp8gemm._ops.product_spec import (
     quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.quantize import quantize, rows_and_columns
+from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
 from jax_fp8gemm._primitives.gemm import gemm
+from jax_fp8gemm._primitives.quantize import rows_and_columns
 from jax_fp8gemm._sharding.explicit_axes import (
     explicit_mesh,
     reshape,

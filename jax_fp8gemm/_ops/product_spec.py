@@ -15,6 +15,7 @@ from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DTYPES, REDUCE_DTYPES, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
@@ -138,9 +139,9 @@ def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | Non
     return out.sharding.spec
 
 
-def quantize_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
+def quantize_args(spec: ProductSpec, fmt: Any) -> QuantizeArgs:
     """The arguments of quantize and its kin for operands of format `fmt`."""
-    return dict(
+    return QuantizeArgs(
         dtype=DTYPES[fmt],
         pow2_scale=bool(spec.recipe.pow2_scale),
         implementation=spec.implementation,

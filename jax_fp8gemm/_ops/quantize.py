@@ -6,7 +6,6 @@ agrees with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,8 @@ import numpy as np
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._primitives.quantize import quantize_p
+from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -77,9 +77,8 @@ def quantize(
         )
     square = "block_both" if with_transpose else "block"
     mode = square if block == (128, 128) else {-1: "row", -2: "column"}[axis]
-    results = _run(x, mode, dtype, pow2_scale, implementation)
-    transposed = results[1] if with_transpose else None
-    quantized = ScaledArray(results[0], results[-1], transposed, block)
+    args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    (quantized,) = quantize_in_mode(x, mode, **args)
     return _batch_first(quantized) if mode == "column" else quantized
 
 
@@ -103,32 +102,14 @@ def quantize_both(
     x = checks.as_array(x)
     checks.check_bool("quantize_both", pow2_scale=pow2_scale)
     _check_operand("quantize_both", x, dtype, implementation)
-    args = dict(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
     rows, columns = rows_and_columns(x, **args)
     return rows, _batch_first(columns)
-
-
-def rows_and_columns(
-    x: Float[Array, "*batch m k"], *, dtype: Any, pow2_scale: bool, implementation: Implementation
-) -> tuple[ScaledArray, ScaledArray]:
-    """quantize_both with columns (k, ..., m), as a contraction over all rows reads them."""
-    rows, row_scale, columns, column_scale = _run(
-        x, "row_column", dtype, pow2_scale, implementation
-    )
-    return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
 
 
 def _batch_first(columns: ScaledArray) -> ScaledArray:
     """Columns (k, ..., m) as (..., k, m)."""
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), columns) if columns.ndim > 2 else columns
-
-
-def quantize_transposed(
-    x: Float[Array, "*batch k n"], *, dtype: Any, pow2_scale: bool, implementation: Implementation
-) -> ScaledArray:
-    """quantize(x, block=(128, 128)).T without storing the untransposed values."""
-    values, scale = _run(x, "block_transposed", dtype, pow2_scale, implementation)
-    return ScaledArray(values, scale, None, (128, 128))
 
 
 def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:
@@ -137,13 +118,3 @@ def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:
     checks.check_min_ndim(op, "x", x, 2, "(..., m, k)")
     checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
     checks.check_implementation(op, implementation)
-
-
-@jax.named_scope("fp8gemm_quantize")
-def _run(x, mode: str, dtype, pow2_scale: bool, implementation) -> Sequence[jax.Array]:
-    params: dict[str, Any] = dict(
-        mode=mode,
-        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
-        pow2_scale=bool(pow2_scale),
-    )
-    return quantize_p(jnp.asarray(x), implementation=implementation, **params)

@@ -10,6 +10,7 @@ from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._primitives.quantize_ragged import check_operands, ragged_columns
 
 if TYPE_CHECKING:
@@ -53,4 +54,5 @@ def quantize_ragged(
     dtype = checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
     checks.check_implementation(op, implementation)
     first_row = jnp.zeros((1,), jnp.int32)
-    return ragged_columns(x, group_sizes, first_row, dtype, pow2_scale, implementation)
+    args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    return ragged_columns(x, group_sizes, first_row, **args)

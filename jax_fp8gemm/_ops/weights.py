@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
-from jax_fp8gemm._ops.quantize import quantize, quantize_transposed
+from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import undifferentiable
+from jax_fp8gemm._primitives.quantize import quantize_transposed
 
 
 def check_weights(op: str, name: str, w: Any) -> None:

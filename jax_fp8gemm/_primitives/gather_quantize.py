@@ -13,17 +13,21 @@ weight gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, spread_scale
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._primitives.quantize_args import (
+    QuantizeArgs,
+    bind_args,
+    keep_used_axes,
+    scaled_arrays,
+)
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
@@ -40,9 +44,7 @@ def gather_quantize(
     first_row: jax.Array,
     *,
     mode: str,
-    dtype: Any,
-    pow2_scale: bool,
-    implementation: Implementation,
+    **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ...]:
     """Quantises y, whose rows are sorted by group.
 
@@ -65,12 +67,9 @@ def gather_quantize(
         group_sizes,
         first_row,
         is_weighted=weights is not None,
-        mode=mode,
-        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
-        pow2_scale=bool(pow2_scale),
-        implementation=implementation,
+        **bind_args(mode, args),
     )
-    return tuple(map(ScaledArray, results[::2], results[1::2]))
+    return scaled_arrays(results)
 
 
 def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:

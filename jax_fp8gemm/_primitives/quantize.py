@@ -10,15 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.batch import map_batch
 from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.quantize_args import (
+    QuantizeArgs,
+    bind_args,
+    keep_used_axes,
+    scaled_arrays,
+)
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
@@ -26,6 +33,29 @@ from jax_fp8gemm._tuning import quantize_config
 _BLOCK = formats.SCALE_BLOCK
 SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
 _MAX_BATCH = 65535  # of one launch: CUDA's largest second extent of a grid
+
+
+@jax.named_scope("fp8gemm_quantize")
+def quantize_in_mode(
+    x: jax.Array, mode: str, **args: Unpack[QuantizeArgs]
+) -> tuple[ScaledArray, ...]:
+    """quantize without the checks: two results in mode "row_column", else one."""
+    results = quantize_p(jnp.asarray(x), **bind_args(mode, args))
+    if mode not in SQUARE_MODES:
+        return scaled_arrays(results)
+    values, *transposed, scale = results
+    return (ScaledArray(values, scale, next(iter(transposed), None), (_BLOCK, _BLOCK)),)
+
+
+def rows_and_columns(x: jax.Array, **args: Unpack[QuantizeArgs]) -> tuple[ScaledArray, ScaledArray]:
+    """quantize_both with columns (k, ..., m), as a contraction over all rows reads them."""
+    rows, columns = quantize_in_mode(x, "row_column", **args)
+    return rows, columns
+
+
+def quantize_transposed(x: jax.Array, **args: Unpack[QuantizeArgs]) -> ScaledArray:
+    """quantize(x, block=(128, 128)).T without storing the untransposed values."""
+    return quantize_in_mode(x, "block_transposed", **args)[0]
 
 
 def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
@@ -119,6 +149,13 @@ def _batch_rule(operands, dims, *, mode: str, **params):
     return quantize_p(x, mode=mode, **params), _BATCH_DIMS[mode]
 
 
+def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
+    """Along one axis only, or without the transposed values, where the rest is not used."""
+    if mode == "block_both" and not used[1]:
+        return dict(params, mode="block"), (0, 2)
+    return keep_used_axes(used, mode=mode, **params)
+
+
 def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
     batch = "".join(f"b{i} " for i in range(x.ndim - 2))
     rows, columns, transposed = f"{batch}m k", f"k {batch}m", f"{batch}k m"
@@ -132,23 +169,6 @@ def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionR
     }[mode]
     blocked = {"row": "k", "column": "m"}.get(mode, "mk")
     return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
-
-
-def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Along one axis only, or without the transposed values, where the rest is not used."""
-    if mode == "block_both" and not used[1]:
-        return dict(params, mode="block"), (0, 2)
-    return keep_used_axes(used, mode=mode, **params)
-
-
-def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
-    kept = range(len(used))
-    if mode == "row_column" and not any(used[2:]):
-        mode, kept = "row", (0, 1)
-    elif mode == "row_column" and not any(used[:2]):
-        mode, kept = "column", (2, 3)
-    return dict(params, mode=mode), kept
 
 
 quantize_p = define_primitive(

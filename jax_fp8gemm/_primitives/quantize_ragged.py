@@ -7,25 +7,49 @@ scales are those of quantize(axis=-2) for each group alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._primitives.quantize_args import (
+    QuantizeArgs,
+    bind_args,
+    keep_used_axes,
+    scaled_arrays,
+)
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
-if TYPE_CHECKING:
-    pass
+
+def ragged_columns(
+    x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, **args: Unpack[QuantizeArgs]
+) -> ScaledArray:
+    """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
+    return _quantize(x, group_sizes, first_row, "column", args)[0]
+
+
+def rows_and_ragged_columns(
+    x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, **args: Unpack[QuantizeArgs]
+) -> tuple[ScaledArray, ScaledArray]:
+    """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
+    rows, columns = _quantize(x, group_sizes, first_row, "row_column", args)
+    return rows, columns
+
+
+@jax.named_scope("fp8gemm_quantize_ragged")
+def _quantize(
+    x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, mode: str, args: QuantizeArgs
+) -> tuple[ScaledArray, ...]:
+    operands = jnp.asarray(x), _groups.as_int32(group_sizes), first_row
+    return scaled_arrays(quantize_ragged_p(*operands, **bind_args(mode, args)))
 
 
 def check_operands(op: str, x: Any, group_sizes: Any) -> None:
@@ -33,35 +57,6 @@ def check_operands(op: str, x: Any, group_sizes: Any) -> None:
     checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     _groups.check_group_sizes(op, group_sizes)
     _groups.check_rows(op, x, x.shape[0], group_sizes)
-
-
-def ragged_columns(
-    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
-) -> ScaledArray:
-    """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
-    values, scale = _run(x, group_sizes, first_row, "column", dtype, pow2_scale, implementation)
-    return ScaledArray(values, scale)
-
-
-def rows_and_ragged_columns(
-    x, group_sizes, first_row, dtype, pow2_scale: bool, implementation: Implementation
-) -> tuple[ScaledArray, ScaledArray]:
-    """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
-    rows, row_scale, columns, column_scale = _run(
-        x, group_sizes, first_row, "row_column", dtype, pow2_scale, implementation
-    )
-    return ScaledArray(rows, row_scale), ScaledArray(columns, column_scale)
-
-
-@jax.named_scope("fp8gemm_quantize_ragged")
-def _run(x, group_sizes, first_row, mode: str, dtype, pow2_scale, implementation):
-    operands = (jnp.asarray(x), _groups.as_int32(group_sizes), first_row)
-    params: dict[str, Any] = dict(
-        mode=mode,
-        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
-        pow2_scale=bool(pow2_scale),
-    )
-    return quantize_ragged_p(*operands, implementation=implementation, **params)
 
 
 def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):

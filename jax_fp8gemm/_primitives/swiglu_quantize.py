@@ -18,17 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import checks, groups
-from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize import keep_used_axes
+from jax_fp8gemm._primitives.quantize_args import (
+    QuantizeArgs,
+    bind_args,
+    keep_used_axes,
+    scaled_arrays,
+)
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
@@ -44,13 +48,11 @@ def swiglu_quantize(
     first_row: jax.Array,
     *,
     with_columns: bool,
-    dtype: Any,
-    pow2_scale: bool,
-    implementation: Implementation,
+    **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises h: (m, f), and with_columns (f, t) as rows_and_ragged_columns."""
-    params = _params(with_columns, dtype, pow2_scale, implementation)
-    return _scaled(swiglu_quantize_p(gate_up, group_sizes, first_row, **params))
+    operands = gate_up, group_sizes, first_row
+    return _rows_and_columns(swiglu_quantize_p, operands, with_columns, args)
 
 
 @jax.named_scope("fp8gemm_swiglu_grad_quantize")
@@ -61,27 +63,39 @@ def swiglu_grad_quantize(
     first_row: jax.Array,
     *,
     with_columns: bool,
-    dtype: Any,
-    pow2_scale: bool,
-    implementation: Implementation,
+    **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises [dgate, dup]: (m, 2 f), and with_columns (2 f, t) as rows_and_ragged_columns."""
-    params = _params(with_columns, dtype, pow2_scale, implementation)
-    return _scaled(swiglu_grad_quantize_p(gate_up, dh, group_sizes, first_row, **params))
+    operands = gate_up, dh, group_sizes, first_row
+    return _rows_and_columns(swiglu_grad_quantize_p, operands, with_columns, args)
 
 
-def _params(with_columns: bool, dtype: Any, pow2_scale: bool, implementation) -> dict[str, Any]:
-    return dict(
-        mode="row_column" if with_columns else "row",
-        e5m2=jnp.dtype(dtype) == jnp.float8_e5m2,
-        pow2_scale=bool(pow2_scale),
-        implementation=implementation,
-    )
+def _rows_and_columns(
+    bind: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    with_columns: bool,
+    args: QuantizeArgs,
+) -> tuple[ScaledArray, ScaledArray | None]:
+    mode = "row_column" if with_columns else "row"
+    rows, *columns = scaled_arrays(bind(*operands, **bind_args(mode, args)))
+    return rows, columns[0] if columns else None
 
 
-def _scaled(results: Sequence[jax.Array]) -> tuple[ScaledArray, ScaledArray | None]:
-    rows, row_scale, *columns = results
-    return ScaledArray(rows, row_scale), ScaledArray(columns[0], columns[1]) if columns else None
+def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
+    """Operands: gate_up, dh for the gradient, group_sizes, first_row."""
+    gate_up, *dh, group_sizes, _ = operands
+    checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
+    checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
+    groups.check_group_sizes(op, group_sizes)
+    m, n = gate_up.shape
+    if n % 2:
+        raise ValueError(
+            f"{op}: gate_up must be (m, 2 f); got gate_up {checks.short_type(gate_up)}"
+        )
+    expected = checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
+    if dh and checks.short_type(dh[0]) != expected:
+        raise ValueError(f"{op}: dh must be {expected}; got {checks.short_type(dh[0])}")
+    return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -100,23 +114,6 @@ def _swiglu_grad(gate_up: jax.Array, dh: jax.Array) -> jax.Array:
 
 def _halves(gate_up: jax.Array) -> Sequence[jax.Array]:
     return jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
-
-
-def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
-    """Operands: gate_up, dh for the gradient, group_sizes, first_row."""
-    gate_up, *dh, group_sizes, _ = operands
-    checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
-    checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
-    groups.check_group_sizes(op, group_sizes)
-    m, n = gate_up.shape
-    if n % 2:
-        raise ValueError(
-            f"{op}: gate_up must be (m, 2 f); got gate_up {checks.short_type(gate_up)}"
-        )
-    expected = checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
-    if dh and checks.short_type(dh[0]) != expected:
-        raise ValueError(f"{op}: dh must be {expected}; got {checks.short_type(dh[0])}")
-    return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
 
 
 def _reference(activation: Callable[..., jax.Array], *operands, **params):

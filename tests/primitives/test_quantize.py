@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from xla_options import AS_USERS_DO
 
 from jax_fp8gemm import FallbackWarning, matmul, quantize, quantize_both
-from jax_fp8gemm._ops.quantize import quantize_transposed
+from jax_fp8gemm._primitives.quantize import quantize_transposed
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 ROWS, COLUMNS, SQUARE = ((1, 128), -1), ((1, 128), -2), ((128, 128), -1)

@@ -62,8 +62,12 @@ def test_no_rows():
     assert_quantized(quantize_ragged(jnp.asarray(x), int32([3])), x, [3])
 
 
+def _args(dtype, pow2_scale=False):
+    return dict(dtype=dtype, pow2_scale=pow2_scale, implementation=None)
+
+
 jitted_columns = jax.jit(
-    lambda *args: ragged_columns(*args, E4M3, False, None),
+    lambda *args: ragged_columns(*args, **_args(E4M3)),
     compiler_options=AS_USERS_DO,  # as in test_quantize.py
 )
 
@@ -114,7 +118,7 @@ def test_columns_of_no_row_are_zeros_with_a_finite_scale():
 def test_rows_and_columns_equal_their_two_halves(first_row):
     x, sizes = wide(200, 140, dtype=jnp.bfloat16), (70, 0, 60)
     operands = jnp.asarray(x), int32(sizes), jnp.full((1,), first_row, jnp.int32)
-    rows, columns = rows_and_ragged_columns(*operands, E5M2, True, None)
+    rows, columns = rows_and_ragged_columns(*operands, **_args(E5M2, pow2_scale=True))
     values, scale = reference.quantize(x, fmt=E5M2, pow2=True)
     reference.assert_same_bits(rows.values, values)
     reference.assert_same_bits(rows.scale, scale)
@@ -123,7 +127,7 @@ def test_rows_and_columns_equal_their_two_halves(first_row):
 
 def test_rows_that_nothing_uses_are_not_quantised():
     first_row = jnp.zeros((1,), jnp.int32)
-    both = lambda *args: rows_and_ragged_columns(*args, first_row, E4M3, False, None)
+    both = lambda *args: rows_and_ragged_columns(*args, first_row, **_args(E4M3))
     mode = lambda function: _equation_after_dce(function).params["mode"]
     assert mode(both) == "row_column"
     assert mode(lambda *args: both(*args)[0]) == "row"
