@@ -11,7 +11,7 @@ zeros complete its last block.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,23 @@ from jax_fp8gemm._data import checks, formats
 _BLOCK = formats.SCALE_BLOCK
 MAX_GROUPS = 1024
 _INT32_MAX = 2**31 - 1
+
+
+class Groups(NamedTuple):
+    """The groups of the rows of an array.
+
+    Attributes:
+      sizes: (g,) int32, the number of rows of each group.
+      first_row: (1,) int32, the row at which the first group starts.
+    """
+
+    sizes: jax.Array
+    first_row: jax.Array
+
+    @classmethod
+    def of_sizes(cls, sizes: jax.Array) -> Groups:
+        """Returns groups of these sizes, the first of which starts at row 0."""
+        return cls(sizes, jnp.zeros((1,), jnp.int32))
 
 
 def check_group_sizes(

@@ -13,7 +13,7 @@ dimension that those axes cut; the other is repeated along it, or has it too.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,9 @@ def contract(
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
     if out_spec is None:
-        return _contract_matrices(spec, dims, lhs, rhs, None)
+        return _contract_matrices(spec, dims, (lhs, rhs), None)
     if out_spec.unreduced:
-        return _contract_parts(op, spec, dims, lhs, rhs, out_spec)
+        return _contract_parts(op, spec, dims, (lhs, rhs), out_spec)
     # Both are reduced in no contraction that lax.dot_general differentiates.
     operands = [lhs, rhs]
     for side in (0, 1):
@@ -55,8 +55,7 @@ def contract(
         if other_dim is not None:
             operands[1 - side] = settle(op, operands[1 - side])
             return _contract_repeated(op, spec, dims, operands, out_spec, side, other_dim)
-    lhs, rhs = (settle(op, x) for x in operands)
-    return _contract_matrices(spec, dims, lhs, rhs, out_spec)
+    return _contract_matrices(spec, dims, [settle(op, x) for x in operands], out_spec)
 
 
 def _dim_cut_first_by(
@@ -112,13 +111,12 @@ def _contract_parts(
     op: str,
     spec: ProductSpec,
     dims: DimensionNumbers,
-    lhs: jax.Array,
-    rhs: jax.Array,
+    operands: Sequence[jax.Array],
     out_spec: PartitionSpec,
 ) -> jax.Array:
     """The contraction whose result is unreduced over the axes that cut contracting dimensions."""
     (lhs_contract, rhs_contract), batch = dims
-    lhs, rhs = settle(op, lhs), settle(op, rhs)
+    lhs, rhs = (settle(op, x) for x in operands)
     mesh = jax.typeof(lhs).sharding.mesh
     cut = padded_spec(jax.typeof(lhs))
     axes = [cut[dim] for dim in lhs_contract]
@@ -133,7 +131,7 @@ def _contract_parts(
     return lax.reduce_sum(out, tuple(range(first)), out_sharding=NamedSharding(mesh, out_spec))
 
 
-def _parts_first(x: jax.Array, dims: Any, counts: Any) -> jax.Array:
+def _parts_first(x: jax.Array, dims: Sequence[int], counts: Sequence[int]) -> jax.Array:
     """`x` with each of these dimensions split into so many parts, their numbers in front."""
     for place, (dim, count) in enumerate(zip(dims, counts, strict=True)):
         dim += place
@@ -143,10 +141,14 @@ def _parts_first(x: jax.Array, dims: Any, counts: Any) -> jax.Array:
 
 
 def _contract_matrices(
-    spec: ProductSpec, dims: Any, lhs: jax.Array, rhs: jax.Array, out_spec: PartitionSpec | None
+    spec: ProductSpec,
+    dims: DimensionNumbers,
+    operands: Sequence[jax.Array],
+    out_spec: PartitionSpec | None,
 ) -> jax.Array:
     """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs, rhs = operands
     lhs_free, rhs_free = _free(lhs, lhs_contract, lhs_batch), _free(rhs, rhs_contract, rhs_batch)
     shape = _result_shape(dims, lhs, rhs)
     each = lambda dims: [(d,) for d in dims]

@@ -16,8 +16,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.contract import Dims, contract
-from jax_fp8gemm._ops.out_sharding import check_out_sharding
-from jax_fp8gemm._ops.product_spec import check_precision, make_spec, out_spec_of
+from jax_fp8gemm._ops.product_spec import check_static_args, out_spec_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -63,17 +62,11 @@ def dot_general(
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_unquantised(op, name, x)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
-    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
-    xla_precision = check_precision(op, precision, spec)
-    check_out_sharding(op, out_sharding, (lhs, rhs))
-    xla = partial(
-        lax.dot_general,
-        dimension_numbers=dims,
-        precision=xla_precision,
-        preferred_element_type=spec.out_dtype,
-        out_sharding=out_sharding,
+    spec = check_static_args(
+        op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
-    if xla_precision is not None or not recipe.is_fp8:
+    xla = partial(lax.dot_general, dimension_numbers=dims, **spec.xla_args(out_sharding))
+    if not spec.is_fp8:
         return xla(lhs, rhs)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))

@@ -17,9 +17,8 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.contract import contract
-from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product import product, products
-from jax_fp8gemm._ops.product_spec import ProductSpec, check_precision, make_spec, out_spec_of
+from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
 from jax_fp8gemm._ops.weights import check_weights
 from jax_fp8gemm._sharding.explicit_axes import reshape, reshard
 from jax_fp8gemm._sharding.manual_axes import settle
@@ -92,17 +91,11 @@ def matmul(
     rhs_k = rhs.shape[-2 if rhs.ndim > 1 else 0]
     checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs_k, error=TypeError)
     _check_batch(op, lhs, rhs)
-    weights = None if is_scaled else rhs
-    spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
-    xla_precision = check_precision(op, precision, spec)
-    check_out_sharding(op, out_sharding, (lhs, rhs))
-    xla = partial(
-        jnp.matmul,
-        precision=xla_precision,
-        preferred_element_type=spec.out_dtype,
-        out_sharding=out_sharding,
+    spec = check_static_args(
+        op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
-    if xla_precision is not None or not recipe.is_fp8:
+    xla = partial(jnp.matmul, **spec.xla_args(out_sharding))
+    if not spec.is_fp8:
         return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
     lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     out_spec = out_spec_of(xla, spec.out_dtype, lhs, rhs)
@@ -132,15 +125,17 @@ def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
 
 
 def _broadcast_product(
-    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+    spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """The product with jnp.matmul's rules for batch dimensions."""
     *lhs_batch, m, k = lhs.shape
     *rhs_batch, n = (*rhs.shape[:-2], rhs.shape[-1])
     batch = jnp.broadcast_shapes(tuple(lhs_batch), tuple(rhs_batch))
     last = lambda n: None if out_spec is None else PartitionSpec(*out_spec.partitions[-n:])
-    if math.prod(rhs_batch) == 1:
-        out = product(spec, lhs, rhs if rhs.ndim == 2 else reshape(rhs, (k, n)), last(lhs.ndim))
+    if isinstance(rhs, ScaledArray):
+        out = product(spec, lhs, rhs, last(lhs.ndim))
+    elif math.prod(rhs_batch) == 1:
+        out = product(spec, lhs, reshape(rhs, (k, n)), last(lhs.ndim))
     elif math.prod(lhs_batch) == 1:
         rhs = reshape(rhs, (math.prod(batch), k, n))
         multiply = jax.vmap(partial(product, spec, out_spec=last(2)), in_axes=(None, 0))

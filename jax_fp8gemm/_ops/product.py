@@ -14,7 +14,7 @@ What the backward pass keeps is FP8 with its scales, under the names of CHECKPOI
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import formats
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import (
+    DType,
     ProductSpec,
+    Weights,
     kernel_dtype,
     name_residual,
     quantize_args,
@@ -43,6 +45,9 @@ from jax_fp8gemm._sharding.explicit_axes import (
     with_auto_axes,
 )
 from jax_fp8gemm._sharding.manual_axes import match_varying
+
+# lhs and rhs. lhs is None where rhs has no gradient, and an array with wgrad="bf16".
+_Kept: TypeAlias = tuple[jax.Array | ScaledArray | None, ScaledArray]
 
 
 def products(
@@ -73,7 +78,7 @@ def products(
 def product(
     spec: ProductSpec,
     lhs: jax.Array,
-    rhs: jax.Array | ScaledArray,
+    rhs: Weights,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """lhs (..., m, k) times rhs (k, n). out_spec: how Explicit mesh axes cut the result."""
@@ -83,16 +88,16 @@ def product(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array | ScaledArray) -> jax.Array:
+def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
     return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 
-def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array, Any]:
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
+def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.Array, _Kept]:
+    """Quantises for both passes. Under jit, XLA drops what no wanted cotangent reads."""
     args = quantize_args(spec, spec.recipe.fwd)
-    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
+    if spec.has_fp8_wgrad:
         rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
@@ -103,17 +108,17 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Any) -> tuple[jax.Array
     return name_residual("out", out), residuals
 
 
-def _product_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, Any]:
-    lhs, rhs = residuals
+def _product_bwd(
+    spec: ProductSpec, kept: _Kept, dout: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    lhs, rhs = kept
     args = quantize_args(spec, spec.recipe.bwd)
-    is_fp8_wgrad = spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8"
-    if is_fp8_wgrad:
+    if spec.has_fp8_wgrad:
         rows, columns = rows_and_columns(_with_whole_blocks(dout), **args)
     else:
         rows, columns = quantize(dout, **args), None
     with jax.named_scope("dlhs"):
-        how = spec.lhs_dtype, rows, rhs, dout.shape[:-1], spec.shardings.lhs
-        dlhs = _unfolded(spec, *how)
+        dlhs = _unfolded(spec, spec.lhs_dtype, rows, rhs, dout.shape[:-1], spec.shardings.lhs)
     if spec.rhs_dtype is None:
         return dlhs, None
     with jax.named_scope("drhs"):
@@ -121,6 +126,7 @@ def _product_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[An
         if columns is None:
             drhs = with_auto_axes(_bf16_wgrad, (lhs, dout), lambda: rhs_spec)
             return dlhs, drhs.astype(spec.rhs_dtype)
+        assert isinstance(lhs, ScaledArray)
         return dlhs, _gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
 
 
@@ -137,7 +143,12 @@ def _with_whole_blocks(x: jax.Array) -> jax.Array:
 
 
 def _unfolded(
-    spec: ProductSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, rows: Any, out_spec: Any
+    spec: ProductSpec,
+    dtype: DType,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    rows: tuple[int, ...],
+    out_spec: PartitionSpec | None,
 ) -> jax.Array:
     """`_gemm_as` with the dimensions `rows` in front, as before `_with_whole_blocks`."""
     n = rhs.shape[0]
@@ -150,11 +161,15 @@ def _unfolded(
 
 
 def _gemm_as(
-    spec: ProductSpec, dtype: Any, lhs: ScaledArray, rhs: ScaledArray, out_spec: Any
+    spec: ProductSpec,
+    dtype: DType,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    out_spec: PartitionSpec | None,
 ) -> jax.Array:
     """gemm with a result of any float dtype: f16 by way of f32."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
-    return gemm(lhs, rhs, kernel_dtype(dtype), out_spec=out_spec, **how).astype(dtype)
+    how = kernel_dtype(dtype), spec.implementation, None, spec.reduce_dtype, out_spec
+    return gemm(lhs, rhs, *how).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:

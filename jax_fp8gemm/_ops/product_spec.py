@@ -1,32 +1,32 @@
-"""What is static about a differentiable product: recipe, dtypes, precision, sharding."""
+"""ProductSpec: the static properties of a differentiable product, and how they are checked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.recipe import DTYPES, REDUCE_DTYPES, Recipe
+from jax_fp8gemm._data.recipe import DTYPES, REDUCE_DTYPES, Format, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.out_sharding import check_out_sharding
+from jax_fp8gemm._ops.precision import XlaPrecision, xla_precision_of
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
-# Those of jax.lax.DotAlgorithmPreset for the dtypes that the ops take.
-_ALGORITHMS = (
-    "DEFAULT",
-    *("BF16_BF16_BF16", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6"),
-    *("BF16_BF16_F32_X9", "F16_F16_F16", "F16_F16_F32", "TF32_TF32_F32", "TF32_TF32_F32_X3"),
-    "F32_F32_F32",
-)
+
+DType: TypeAlias = np.dtype[Any]
+# The rhs of a product. A ScaledArray is quantised already and has no gradient.
+Weights: TypeAlias = jax.Array | ScaledArray
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,59 @@ class Shardings:
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """What is static about one product."""
+    """The static properties of one product, dense or grouped.
+
+    Attributes:
+      recipe: the formats and scale blocks.
+      lhs_dtype: the dtype of lhs and of its gradient.
+      rhs_dtype: that of rhs, or None where rhs is quantised already and has no gradient.
+      out_dtype: the dtype of the result.
+      implementation: as the caller gave it.
+      xla_precision: None for FP8, or the precision of the XLA dot that the caller asked for.
+      shardings: how Explicit mesh axes cut the operands and the result.
+    """
 
     recipe: Recipe
-    lhs_dtype: Any
-    rhs_dtype: Any
-    out_dtype: Any
+    lhs_dtype: DType
+    rhs_dtype: DType | None
+    out_dtype: DType
     implementation: Implementation
+    xla_precision: XlaPrecision | None = None
     shardings: Shardings = Shardings()
 
     @property
-    def reduce_dtype(self) -> Any:
-        """Of the partial sums that devices add."""
+    def is_fp8(self) -> bool:
+        """Whether the product runs in FP8, not as an XLA dot."""
+        return self.recipe.is_fp8 and self.xla_precision is None
+
+    @property
+    def has_fp8_wgrad(self) -> bool:
+        """Whether the gradient of rhs is wanted, and is a product of FP8 operands."""
+        return self.rhs_dtype is not None and self.recipe.wgrad == "fp8"
+
+    @property
+    def reduce_dtype(self) -> DType:
+        """The dtype of the partial sums that devices add."""
         return REDUCE_DTYPES[self.recipe.reduce_dtype]
+
+    def xla_args(self, out_sharding: Any) -> dict[str, Any]:
+        """Returns the arguments of jnp.matmul or lax.dot_general for this product."""
+        return dict(
+            precision=self.xla_precision,
+            preferred_element_type=self.out_dtype,
+            out_sharding=out_sharding,
+        )
 
 
 def with_shardings(
-    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None
+    spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None
 ) -> ProductSpec:
-    """`spec` for these operands, and a result that Explicit mesh axes cut as out_spec says."""
+    """Returns `spec` for these operands, and a result that Explicit axes cut as out_spec says."""
     return replace(spec, shardings=shardings_of(lhs, rhs, out_spec))
 
 
-def shardings_of(lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None) -> Shardings:
-    """Those of these operands, and out_spec without sums that are not added up."""
+def shardings_of(lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None) -> Shardings:
+    """Returns the shardings of these operands, and out_spec without its unreduced axes."""
     if out_spec is None:
         return Shardings()
     rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
@@ -75,11 +104,29 @@ def shardings_of(lhs: jax.Array, rhs: Any, out_spec: PartitionSpec | None) -> Sh
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """TypeError unless `recipe` is a Recipe."""
+    """Raises TypeError unless `recipe` is a Recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{op}: recipe must be a jax_fp8gemm.Recipe; got {checks.short_repr(recipe)}"
         )
+
+
+def check_static_args(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    recipe: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    implementation: Any,
+    out_sharding: Any,
+) -> ProductSpec:
+    """Checks the static arguments of a public product of lhs and rhs, which are arrays."""
+    weights = None if isinstance(rhs, ScaledArray) else rhs
+    spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
+    spec = replace(spec, xla_precision=check_precision(op, precision, spec))
+    check_out_sharding(op, out_sharding, (lhs, rhs))
+    return spec
 
 
 def make_spec(
@@ -98,9 +145,9 @@ def make_spec(
     return ProductSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
 
 
-def check_precision(op: str, precision: Any, spec: ProductSpec) -> Any:
-    """None for FP8, or what an XLA dot is to have: a pair of precisions, or an algorithm."""
-    xla_precision = _xla_precision(op, precision)
+def check_precision(op: str, precision: Any, spec: ProductSpec) -> XlaPrecision | None:
+    """Returns None where `precision` means FP8, else the precision of an XLA dot."""
+    xla_precision = xla_precision_of(op, precision)
     is_xla = xla_precision is not None
     if spec.implementation == "cuda" and (is_xla or not spec.recipe.is_fp8):
         raise ValueError(
@@ -110,25 +157,10 @@ def check_precision(op: str, precision: Any, spec: ProductSpec) -> Any:
     return xla_precision
 
 
-def _xla_precision(op: str, precision: Any) -> Any:
-    if isinstance(precision, lax.DotAlgorithmPreset) and precision.name in _ALGORITHMS:
-        return None if precision == lax.DotAlgorithmPreset.DEFAULT else precision
-    pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
-    try:
-        pair = tuple(lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair)
-    except (ValueError, KeyError, TypeError):
-        pair = ()
-    if len(pair) != 2:
-        raise ValueError(
-            f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, a pair of them, or a "
-            "DotAlgorithmPreset of bf16, f16, tf32 or f32; "
-            f"got {checks.short_repr(precision)}"
-        )
-    return pair if any(p != lax.Precision.DEFAULT for p in pair) else None
-
-
-def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | None:
-    """The PartitionSpec that `xla(lhs, rhs)` would have; None where no mesh axis is Explicit."""
+def out_spec_of(
+    xla: Callable[[Any, Any], jax.Array], dtype: DType, lhs: Any, rhs: Any
+) -> PartitionSpec | None:
+    """Returns the PartitionSpec of `xla(lhs, rhs)`, or None where no mesh axis is Explicit."""
     if explicit_mesh((lhs, rhs)) is None:
         return None
     rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
@@ -139,8 +171,9 @@ def out_spec_of(xla: Any, dtype: Any, lhs: Any, rhs: Any) -> PartitionSpec | Non
     return out.sharding.spec
 
 
-def quantize_args(spec: ProductSpec, fmt: Any) -> QuantizeArgs:
-    """The arguments of quantize and its kin for operands of format `fmt`."""
+def quantize_args(spec: ProductSpec, fmt: Format | None) -> QuantizeArgs:
+    """Returns how operands of an FP8 format are quantised: recipe.fwd, say, of an FP8 recipe."""
+    assert fmt is not None
     return QuantizeArgs(
         dtype=DTYPES[fmt],
         pow2_scale=bool(spec.recipe.pow2_scale),
@@ -148,12 +181,12 @@ def quantize_args(spec: ProductSpec, fmt: Any) -> QuantizeArgs:
     )
 
 
-def kernel_dtype(dtype: Any) -> Any:
-    """What a kernel returns for a result of `dtype`: f16 comes by way of f32."""
-    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+def kernel_dtype(dtype: DType) -> DType:
+    """Returns the dtype that a kernel stores for a result of `dtype`: f32 for one in f16."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
 
 
 def name_residual(name: str, tree: Any) -> Any:
-    """`tree` under its name of CHECKPOINT_NAMES: "lhs", "rhs" or "out"."""
+    """Returns `tree` under its name of CHECKPOINT_NAMES: "lhs", "rhs" or "out"."""
     assert f"fp8gemm_{name}" in CHECKPOINT_NAMES
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"fp8gemm_{name}"), tree)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._primitives.quantize_ragged import check_operands, ragged_columns
@@ -53,6 +54,5 @@ def quantize_ragged(
     check_operands(op, x, group_sizes)
     dtype = checks.check_out_dtype(op, "dtype", dtype, formats.FP8_DTYPES)
     checks.check_implementation(op, implementation)
-    first_row = jnp.zeros((1,), jnp.int32)
     args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
-    return ragged_columns(x, group_sizes, first_row, **args)
+    return ragged_columns(x, *Groups.of_sizes(group_sizes), **args)

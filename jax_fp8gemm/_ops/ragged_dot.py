@@ -1,18 +1,7 @@
-"""ragged_dot: one product for each group of rows, FP8 inside, with its own derivatives.
-
-For lhs (m, k), rhs (g, k, n), the cotangent dout (m, n) and the rows of group i, its tokens, in
-brackets the scale blocks of each operand along the contraction:
-
-    out[rows]  = lhs[rows]   [1x128 along k]      . rhs[i]     [128x128]            1d2d
-    dlhs[rows] = dout[rows]  [1x128 along n]      . rhs[i]^T   [128x128]            1d2d, out's
-    drhs[i]    = lhs[rows]^T [1x128 along tokens] . dout[rows] [1x128 along tokens] 1d1d
-
-Accumulation is f32 throughout. Where groups begin is computed on the device (_data/groups.py).
-"""
+"""ragged_dot: one product for each group of rows, in FP8 (_ops/ragged_product.py)."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,26 +13,21 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
-    check_precision,
-    make_spec,
-    name_residual,
+    Weights,
+    check_static_args,
     out_spec_of,
-    quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.quantize import quantize
-from jax_fp8gemm._ops.ragged_xla import xla_ragged_contraction, xla_ragged_dot
-from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
-from jax_fp8gemm._ops.weights import both_ways, check_weights, transposed, without_gradient
-from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
+from jax_fp8gemm._ops.ragged_product import ragged_product
+from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_dot
+from jax_fp8gemm._ops.weights import check_weights
 from jax_fp8gemm._sharding.explicit_axes import reshard
-from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm._sharding.manual_axes import replicate, settle
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -105,28 +89,26 @@ def ragged_dot(
     lhs, rhs, group_sizes, group_offset = operands
     lhs, rhs = checks.match_floats(lhs, rhs)
     check_operands(op, lhs, rhs, group_sizes, group_offset)
-    is_scaled = isinstance(rhs, ScaledArray)
-    spec = make_spec(
-        op, lhs, None if is_scaled else rhs, recipe, preferred_element_type, implementation
+    spec = check_static_args(
+        op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
-    xla_precision = check_precision(op, precision, spec)
-    check_out_sharding(op, out_sharding, (lhs, rhs))
     group_sizes, group_offset = jax.tree.map(
         lambda x: replicate(op, _groups.as_int32(x)), (group_sizes, group_offset)
     )
     lhs, rhs = jax.tree.map(lambda x: settle(op, jnp.asarray(x)), (lhs, rhs))
     out_spec = _out_spec(spec, lhs, rhs, out_sharding)
     groups = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
-    if xla_precision is None and spec.recipe.is_fp8:
-        out = _grouped_product(with_shardings(spec, lhs, rhs, out_spec), lhs, rhs, *groups)
+    if spec.is_fp8:
+        out = ragged_product(with_shardings(spec, lhs, rhs, out_spec), lhs, rhs, groups)
     else:
         rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
-        out = xla_ragged_dot(lhs, rhs, *groups, xla_precision, spec.out_dtype, out_spec)
+        options = XlaOptions(spec.xla_precision, spec.out_dtype, out_spec)
+        out = xla_ragged_dot(lhs, rhs, groups, options)
     return reshard(out, out_spec)
 
 
 def _out_spec(
-    spec: ProductSpec, lhs: jax.Array, rhs: Any, out_sharding: Any
+    spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_sharding: Any
 ) -> PartitionSpec | None:
     """How Explicit mesh axes cut the result: as that of lhs times one of the matrices.
 
@@ -167,69 +149,10 @@ def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: 
         )
 
 
-def _local_groups(
-    group_sizes: jax.Array, group_offset: Any, m: int, g: int
-) -> tuple[jax.Array, jax.Array]:
-    """Sizes of the groups that rhs holds, and the row before which the first one starts."""
+def _local_groups(group_sizes: jax.Array, group_offset: jax.Array | None, m: int, g: int) -> Groups:
+    """Returns the groups that rhs holds: g of them, from group_offset on."""
     if group_offset is None:
-        return group_sizes, jnp.zeros((1,), jnp.int32)
-    starts, ends = _groups.row_ranges(group_sizes, jnp.zeros((1,), jnp.int32), m)
+        return Groups.of_sizes(group_sizes)
+    starts, ends = _groups.row_ranges(*Groups.of_sizes(group_sizes), m)
     sizes = lax.dynamic_slice_in_dim(ends - starts, group_offset[0], g)
-    return sizes, lax.dynamic_slice_in_dim(starts, group_offset[0], g)[:1]
-
-
-@jax.named_scope("fp8gemm_ragged_dot")
-def _grouped_product(spec: ProductSpec, lhs, rhs, sizes, first_row) -> jax.Array:
-    rhs = without_gradient("ragged_dot", "rhs", rhs)
-    operands = match_varying(lhs, rhs, sizes, first_row)
-    return reverse_mode("ragged_dot", partial(_product, spec), *operands)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: ProductSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> jax.Array:
-    rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
-    groups, out_spec = (sizes, first_row), spec.shardings.out
-    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), *groups, out_spec)
-
-
-def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Any, sizes, first_row) -> tuple[Any, Any]:
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
-    args = quantize_args(spec, spec.recipe.fwd)
-    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
-        rows, lhs_residual = rows_and_ragged_columns(lhs, sizes, first_row, **args)
-    else:
-        rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
-    groups, out_spec = (sizes, first_row), spec.shardings.out
-    out = gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, out_spec)
-    kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
-    return name_residual("out", out), (*kept, sizes, first_row)
-
-
-def _product_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, sizes, first_row = residuals
-    args = quantize_args(spec, spec.recipe.bwd)
-    columns = None
-    if spec.rhs_dtype is not None and spec.recipe.wgrad == "fp8":
-        rows, columns = rows_and_ragged_columns(dout, sizes, first_row, **args)
-    else:
-        rows = quantize(dout, **args)
-    with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rows, rhs, sizes, first_row, spec.shardings.lhs)
-    if spec.rhs_dtype is None:
-        return dlhs, None, None, None
-    with jax.named_scope("drhs"):
-        rhs_spec = spec.shardings.rhs
-        if columns is None:
-            drhs = _bf16_wgrad(lhs, dout, sizes, first_row, rhs_spec).astype(spec.rhs_dtype)
-        else:
-            drhs = wgrad_as(spec, spec.rhs_dtype, lhs, columns, sizes, rhs_spec)
-    return dlhs, drhs, None, None
-
-
-_product.defvjp(_product_fwd, _product_bwd)
-
-
-def _bf16_wgrad(lhs: jax.Array, dout: jax.Array, sizes, first_row, out_spec) -> jax.Array:
-    lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
-    return xla_ragged_contraction(lhs, dout, sizes, first_row, None, jnp.float32, out_spec)
+    return Groups(sizes, lax.dynamic_slice_in_dim(starts, group_offset[0], g)[:1])

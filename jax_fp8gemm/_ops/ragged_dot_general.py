@@ -1,19 +1,10 @@
 """ragged_dot_general: the grouped product over rows, or over the contraction of each group.
 
-Ragged rows are ragged_dot's. Ragged contraction, for lhs (m, k), rhs (m, n), the cotangent
-dout (g, k, n) and the rows of group i, its tokens, in brackets the scale blocks along the
-contraction:
-
-    out[i]     = lhs[rows]^T [1x128 along tokens] . rhs[rows] [1x128 along tokens] 1d1d
-    dlhs[rows] = rhs[rows]   [1x128 along n]      . dout[i]^T [128x128]            1d2d
-    drhs[rows] = lhs[rows]   [1x128 along k]      . dout[i]   [128x128]            1d2d, dlhs's
-
-Accumulation is f32 throughout. lhs and rhs are each read once for both of their quantisations.
+Ragged rows are ragged_dot's. _ops/ragged_product.py has the formulas of both.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,26 +16,20 @@ from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
-from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
-    check_precision,
-    make_spec,
-    name_residual,
+    check_static_args,
     out_spec_of,
-    quantize_args,
     with_shardings,
 )
 from jax_fp8gemm._ops.ragged_dot import check_operands, ragged_dot
-from jax_fp8gemm._ops.ragged_xla import xla_ragged_contraction
-from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
-from jax_fp8gemm._ops.weights import both_ways
-from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
+from jax_fp8gemm._ops.ragged_product import ragged_contraction
+from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
 from jax_fp8gemm._sharding.explicit_axes import reshard
-from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm._sharding.manual_axes import replicate, settle
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -106,9 +91,9 @@ def ragged_dot_general(
     checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
     checks.check_dtype(op, "rhs", rhs, formats.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
-    spec = make_spec(op, lhs, rhs, recipe, preferred_element_type, implementation)
-    xla_precision = check_precision(op, precision, spec)
-    check_out_sharding(op, out_sharding, (lhs, rhs))
+    spec = check_static_args(
+        op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
+    )
     lhs, rhs = jnp.transpose(lhs, lhs_order), jnp.transpose(rhs, rhs_order)
     if rhs.ndim == 3:
         check_operands(op, lhs, rhs, group_sizes, group_offset)
@@ -135,7 +120,7 @@ def ragged_dot_general(
     lhs, rhs = settle(op, lhs), settle(op, rhs)
     out_spec = _out_spec(spec, lhs, rhs, out_sharding)
     spec = with_shardings(spec, lhs, rhs, out_spec)
-    return reshard(_contract(spec, xla_precision, lhs, rhs, sizes), out_spec)
+    return reshard(_contract(spec, lhs, rhs, sizes), out_spec)
 
 
 def _out_spec(
@@ -187,46 +172,8 @@ def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...],
 
 
 @jax.named_scope("fp8gemm_ragged_dot_general")
-def _contract(spec: ProductSpec, xla_precision: Any, lhs, rhs, sizes) -> jax.Array:
-    if xla_precision is None and spec.recipe.is_fp8:
-        operands = match_varying(lhs, rhs, sizes)
-        return reverse_mode("ragged_dot_general", partial(_contraction, spec), *operands)
-    how = xla_precision, spec.out_dtype, spec.shardings.out
-    return xla_ragged_contraction(lhs, rhs, sizes, _first_row(), *how)
-
-
-def _first_row() -> jax.Array:
-    return jnp.zeros((1,), jnp.int32)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contraction(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    args = quantize_args(spec, spec.recipe.fwd)
-    lhs_columns, rhs_columns = (ragged_columns(x, sizes, _first_row(), **args) for x in (lhs, rhs))
-    columns = lhs_columns, rhs_columns
-    return wgrad_as(spec, spec.out_dtype, *columns, sizes, spec.shardings.out)
-
-
-def _contraction_fwd(spec: ProductSpec, lhs, rhs, sizes) -> tuple[jax.Array, Any]:
-    """Quantises for both passes; under jit, what no wanted cotangent reads is not computed."""
-    args = quantize_args(spec, spec.recipe.fwd)
-    lhs_rows, lhs = rows_and_ragged_columns(lhs, sizes, _first_row(), **args)
-    rhs_rows, rhs = rows_and_ragged_columns(rhs, sizes, _first_row(), **args)
-    out = wgrad_as(spec, spec.out_dtype, lhs, rhs, sizes, spec.shardings.out)
-    kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
-    return name_residual("out", out), (*kept, sizes)
-
-
-def _contraction_bwd(spec: ProductSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, sizes = residuals
-    # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
-    dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
-    groups, shardings = (sizes, _first_row()), spec.shardings
-    with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, *groups, shardings.lhs)
-    with jax.named_scope("drhs"):
-        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, *groups, shardings.rhs)
-    return dlhs, drhs, None
-
-
-_contraction.defvjp(_contraction_fwd, _contraction_bwd)
+def _contract(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    if spec.is_fp8:
+        return ragged_contraction(spec, lhs, rhs, sizes)
+    options = XlaOptions(spec.xla_precision, spec.out_dtype, spec.shardings.out)
+    return xla_ragged_contraction(lhs, rhs, Groups.of_sizes(sizes), options)

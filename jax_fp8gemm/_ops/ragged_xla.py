@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._ops.product_spec import Shardings, shardings_of
+from jax_fp8gemm._data.groups import Groups, row_ranges
+from jax_fp8gemm._ops.precision import XlaPrecision
+from jax_fp8gemm._ops.product_spec import DType, Shardings, shardings_of
 from jax_fp8gemm._ops.reverse_mode import transposable_by_none
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying
@@ -32,96 +33,106 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 )
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What is static about a product."""
+class XlaOptions(NamedTuple):
+    """What a caller asks of a product.
 
-    precision: Any
-    out_dtype: Any
+    Attributes:
+      precision: that of the XLA product, or None for the default.
+      out_dtype: the dtype of the result.
+      out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    """
+
+    precision: XlaPrecision | None
+    out_dtype: DType
+    out_spec: PartitionSpec | None = None
+
+
+@dataclass(frozen=True)
+class _Static:
+    """The static properties of a product; contracts_rows says which of the two it is."""
+
+    contracts_rows: bool
+    precision: XlaPrecision | None
+    out_dtype: DType
     shardings: Shardings
 
 
 def xla_ragged_dot(
-    lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any, out_spec: Any = None
+    lhs: jax.Array, rhs: jax.Array, groups: Groups, options: XlaOptions
 ) -> jax.Array:
-    """out[rows] = lhs[rows] . rhs[i] for the rows of each group i.
-
-    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
-    """
-    options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
-    out = _dot(options, *match_varying(lhs, rhs, sizes, first_row))
+    """Returns out[rows] = lhs[rows] . rhs[i] for the rows of each group i."""
+    out = _run(False, lhs, rhs, groups, options)
     return transposable_by_none("ragged_dot", out)
 
 
 def xla_ragged_contraction(
-    lhs, rhs, sizes, first_row, precision: Any, out_dtype: Any, out_spec: Any = None
+    lhs: jax.Array, rhs: jax.Array, groups: Groups, options: XlaOptions
 ) -> jax.Array:
-    """out[i] = lhs[rows]^T . rhs[rows]. out_spec: as for xla_ragged_dot."""
-    options = _Options(precision, out_dtype, shardings_of(lhs, rhs, out_spec))
-    out = _contraction(options, *match_varying(lhs, rhs, sizes, first_row))
+    """Returns out[i] = lhs[rows]^T . rhs[rows] for the rows of each group i."""
+    out = _run(True, lhs, rhs, groups, options)
     return transposable_by_none("ragged_dot_general", out)
 
 
+def _run(
+    contracts_rows: bool, lhs: jax.Array, rhs: jax.Array, groups: Groups, options: XlaOptions
+) -> jax.Array:
+    precision, out_dtype, out_spec = options
+    static = _Static(contracts_rows, precision, out_dtype, shardings_of(lhs, rhs, out_spec))
+    return _product(static, *match_varying(lhs, rhs, groups))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(options: _Options, *operands) -> jax.Array:
+def _product(static: _Static, *operands) -> jax.Array:
     @sequential_vmap
-    def dot(lhs, rhs, sizes, first_row):
-        is_in_group, sizes = _groups_from_row_0(sizes, first_row, lhs.shape[0])
+    def product(lhs, rhs, groups):
+        is_in_group, sizes = _groups_from_row_0(groups, lhs.shape[0])
         lhs, rhs = _promote(lhs, rhs)
-        lhs = jnp.where(is_in_group, lhs, 0)
-        out = lax.ragged_dot(lhs, rhs, sizes, **_lax_options(options, lhs, 2))
-        return jnp.where(is_in_group, out.astype(options.out_dtype), 0)
+        run = _contract if static.contracts_rows else _dot
+        return run(static, lhs, rhs, sizes, is_in_group)
 
-    return with_auto_axes(dot, operands, lambda: options.shardings.out)
-
-
-def _dot_fwd(options: _Options, *operands) -> tuple[jax.Array, Any]:
-    return _dot(options, *operands), operands
+    return with_auto_axes(product, operands, lambda: static.shardings.out)
 
 
-def _dot_bwd(options: _Options, operands: Any, dout: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, sizes, first_row = operands
-    groups, precision, shardings = (sizes, first_row), options.precision, options.shardings
-    dlhs = xla_ragged_dot(dout, rhs.mT, *groups, precision, lhs.dtype, shardings.lhs)
-    drhs = xla_ragged_contraction(lhs, dout, *groups, precision, rhs.dtype, shardings.rhs)
-    return dlhs, drhs, None, None
+def _dot(static: _Static, lhs, rhs, sizes, is_in_group) -> jax.Array:
+    lhs = jnp.where(is_in_group, lhs, 0)
+    out = lax.ragged_dot(lhs, rhs, sizes, **_lax_options(static, lhs, 2))
+    return jnp.where(is_in_group, out.astype(static.out_dtype), 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contraction(options: _Options, *operands) -> jax.Array:
-    @sequential_vmap
-    def contract(lhs, rhs, sizes, first_row):
-        is_in_group, sizes = _groups_from_row_0(sizes, first_row, lhs.shape[0])
-        lhs, rhs = (jnp.where(is_in_group, x, 0) for x in _promote(lhs, rhs))
-        how = _lax_options(options, lhs, 3)
-        out = lax.ragged_dot_general(lhs, rhs, sizes, _OVER_ROWS, **how)
-        return out.astype(options.out_dtype)
-
-    return with_auto_axes(contract, operands, lambda: options.shardings.out)
+def _contract(static: _Static, lhs, rhs, sizes, is_in_group) -> jax.Array:
+    lhs, rhs = (jnp.where(is_in_group, x, 0) for x in (lhs, rhs))
+    how = _lax_options(static, lhs, 3)
+    return lax.ragged_dot_general(lhs, rhs, sizes, _OVER_ROWS, **how).astype(static.out_dtype)
 
 
-def _contraction_fwd(options: _Options, *operands) -> tuple[jax.Array, Any]:
-    return _contraction(options, *operands), operands
+def _product_fwd(static: _Static, *operands) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _product(static, *operands), operands
 
 
-def _contraction_bwd(options: _Options, operands: Any, dout: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, sizes, first_row = operands
-    groups, precision, shardings = (sizes, first_row), options.precision, options.shardings
-    dlhs = xla_ragged_dot(rhs, dout.mT, *groups, precision, lhs.dtype, shardings.lhs)
-    drhs = xla_ragged_dot(lhs, dout, *groups, precision, rhs.dtype, shardings.rhs)
-    return dlhs, drhs, None, None
+def _product_bwd(
+    static: _Static, operands: tuple[jax.Array, jax.Array, Groups], dout: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, groups = operands
+    for_lhs = XlaOptions(static.precision, lhs.dtype, static.shardings.lhs)
+    for_rhs = XlaOptions(static.precision, rhs.dtype, static.shardings.rhs)
+    if static.contracts_rows:
+        dlhs = xla_ragged_dot(rhs, dout.mT, groups, for_lhs)
+        drhs = xla_ragged_dot(lhs, dout, groups, for_rhs)
+    else:
+        dlhs = xla_ragged_dot(dout, rhs.mT, groups, for_lhs)
+        drhs = xla_ragged_contraction(lhs, dout, groups, for_rhs)
+    return dlhs, drhs, None
 
 
-_dot.defvjp(_dot_fwd, _dot_bwd)
-_contraction.defvjp(_contraction_fwd, _contraction_bwd)
+_product.defvjp(_product_fwd, _product_bwd)
 
 
-def _groups_from_row_0(sizes, first_row, m: int) -> tuple[jax.Array, jax.Array]:
+def _groups_from_row_0(groups: Groups, m: int) -> tuple[jax.Array, jax.Array]:
     """Which rows are in a group, (m, 1), and sizes for lax: its first group starts at row 0.
 
     That group then holds the rows before ours too, which the mask makes zero.
     """
-    starts, ends = _groups.row_ranges(sizes, first_row, m)
+    starts, ends = row_ranges(*groups, m)
     rows = jnp.arange(m, dtype=jnp.int32)[:, None]
     sizes_from_0 = ends - jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     return (starts[0] <= rows) & (rows < ends[-1]), sizes_from_0
@@ -132,15 +143,15 @@ def _promote(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lhs.astype(dtype), rhs.astype(dtype)
 
 
-def _sum_dtype(lhs: jax.Array, out_dtype: Any) -> Any:
+def _sum_dtype(lhs: jax.Array, out_dtype: DType) -> DType:
     """The dtype to ask lax for: a sum in f16 of bf16 operands, say, would be rounded to bf16."""
-    return out_dtype if out_dtype == lhs.dtype else jnp.float32
+    return out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
 
 
-def _lax_options(options: _Options, lhs: jax.Array, out_ndim: int) -> dict[str, Any]:
+def _lax_options(static: _Static, lhs: jax.Array, out_ndim: int) -> dict[str, Any]:
     return dict(
-        precision=options.precision,
-        preferred_element_type=_sum_dtype(lhs, options.out_dtype),
+        precision=static.precision,
+        preferred_element_type=_sum_dtype(lhs, static.out_dtype),
         out_sharding=_unsharded(lhs, out_ndim),
     )
 

@@ -5,20 +5,18 @@ The kernels return bf16 or f32. A result in f16 comes by way of f32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, kernel_dtype
+from jax_fp8gemm._ops.product_spec import DType, ProductSpec, kernel_dtype
 from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 from jax_fp8gemm._primitives.grouped_wgrad import grouped_wgrad
 
 
 def gemm_as(
     spec: ProductSpec,
-    dtype: Any,
+    dtype: DType,
     lhs: ScaledArray,
     rhs: ScaledArray,
     sizes: jax.Array,
@@ -26,19 +24,22 @@ def gemm_as(
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """grouped_gemm with a result of `dtype`. out_spec: its sharding over Explicit mesh axes."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, reduce_dtype=spec.reduce_dtype)
-    how |= dict(out_spec=out_spec)
-    return grouped_gemm(lhs, rhs, sizes, first_row, kernel_dtype(dtype), **how).astype(dtype)
+    how = kernel_dtype(dtype), spec.implementation, spec.reduce_dtype, out_spec
+    return grouped_gemm(lhs, rhs, sizes, first_row, *how).astype(dtype)
 
 
 def wgrad_as(
     spec: ProductSpec,
-    dtype: Any,
-    lhs: Any,
-    rhs: Any,
+    dtype: DType,
+    lhs: ScaledArray | None,
+    rhs: ScaledArray | None,
     sizes: jax.Array,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """grouped_wgrad with a result of `dtype`. out_spec: its sharding over Explicit mesh axes."""
-    how: dict[str, Any] = dict(implementation=spec.implementation, out_spec=out_spec)
-    return grouped_wgrad(lhs, rhs, sizes, kernel_dtype(dtype), **how).astype(dtype)
+    """grouped_wgrad with a result of `dtype`. out_spec: its sharding over Explicit mesh axes.
+
+    An operand is None only where the gradient is not wanted, and then nobody calls this.
+    """
+    assert lhs is not None and rhs is not None
+    how = kernel_dtype(dtype), spec.implementation, None, out_spec
+    return grouped_wgrad(lhs, rhs, sizes, *how).astype(dtype)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import undifferentiable
 from jax_fp8gemm._primitives.quantize import quantize_transposed
@@ -30,8 +31,8 @@ def check_weights(op: str, name: str, w: Any) -> None:
         )
 
 
-def without_gradient(op: str, name: str, w: Any) -> Any:
-    """`w`; raises TypeError where a ScaledArray is differentiated."""
+def without_gradient(op: str, name: str, w: Weights) -> Weights:
+    """Returns `w`. A ScaledArray then raises TypeError where it is differentiated."""
     if not isinstance(w, ScaledArray):
         return w
     message = (
@@ -41,15 +42,18 @@ def without_gradient(op: str, name: str, w: Any) -> Any:
     return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
 
 
-def transposed(spec: ProductSpec, w: Any) -> ScaledArray:
-    """The transpose of `w`, quantised where it is not: what a product without a gradient reads."""
+def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:
+    """Returns the quantised transpose of `w`, the operand of a product without a gradient."""
     if isinstance(w, ScaledArray):
         return w.T
     return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
 
 
-def both_ways(spec: ProductSpec, fmt: Any, w: Any) -> tuple[ScaledArray, ScaledArray]:
-    """`w` and its transpose, quantised in `fmt`, by one read, where it is not."""
+def both_ways(spec: ProductSpec, fmt: Format | None, w: Weights) -> tuple[ScaledArray, ScaledArray]:
+    """Returns `w` and its transpose, quantised.
+
+    An array is quantised in the format `fmt`, and read once for both.
+    """
     if not isinstance(w, ScaledArray):
         args = quantize_args(spec, fmt)
         w = quantize(w, block=spec.recipe.rhs_block, with_transpose=True, **args)
