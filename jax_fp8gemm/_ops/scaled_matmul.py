@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.scaled_checks import check_block, check_result
 from jax_fp8gemm._primitives.gemm import gemm
 
 if TYPE_CHECKING:
@@ -48,12 +49,8 @@ def scaled_matmul(
         check_scaled_array(op, name, x)
         hint = "Map leading dimensions with jax.vmap."
         checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, k)", hint=hint)
-    if lhs.block != (1, 128):
-        raise ValueError(f"{op}: lhs.block must be (1, 128); got {lhs.block}")
+    check_block(op, "lhs", lhs, (1, 128))
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
-    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
-    checks.check_implementation(op, implementation)
-    if accumulate_into is not None:
-        checks.check_array(op, "accumulate_into", accumulate_into)
-        checks.check_accumulator(op, accumulate_into, (lhs.shape[0], rhs.shape[0]), out_dtype)
+    shape = lhs.shape[0], rhs.shape[0]
+    out_dtype = check_result(op, shape, out_dtype, implementation, accumulate_into)
     return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)

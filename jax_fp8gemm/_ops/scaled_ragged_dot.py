@@ -8,8 +8,10 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, groups
 from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.scaled_checks import check_block, check_result
 from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ def scaled_ragged_dot(
         checks.check_ndim(op, "lhs", lhs, 2, "(m, k) or (g, max_m, k)")
     checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
     for name, x, block in (("lhs", lhs, (1, 128)), ("rhs", rhs, (128, 128))):
-        if x.block != block:
-            raise ValueError(f"{op}: {name}.block must be {block}; got {x.block}")
+        check_block(op, name, x, block)
     checks.check_same_k(op, lhs, lhs.shape[-1], rhs, rhs.shape[2])
     checks.check_array(op, "group_sizes", group_sizes)
     groups.check_group_sizes(op, group_sizes, rhs.shape[0])
@@ -62,7 +63,6 @@ def scaled_ragged_dot(
             f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
             f"got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
         )
-    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
-    checks.check_implementation(op, implementation)
-    first_row = jnp.zeros((1,), jnp.int32)
-    return grouped_gemm(lhs, rhs, group_sizes, first_row, out_dtype, implementation)
+    shape = *lhs.shape[:-1], rhs.shape[1]
+    out_dtype = check_result(op, shape, out_dtype, implementation)
+    return grouped_gemm(lhs, rhs, *Groups.of_sizes(group_sizes), out_dtype, implementation)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, groups
 from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.formats import OUT_DTYPES, Implementation
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._ops.scaled_checks import check_block, check_result
 from jax_fp8gemm._primitives.grouped_wgrad import check_tokens, grouped_wgrad
 
 if TYPE_CHECKING:
@@ -47,16 +48,11 @@ def scaled_ragged_wgrad(
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
         checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
-        if x.block != (1, 128):
-            raise ValueError(f"{op}: {name}.block must be (1, 128); got {x.block}")
+        check_block(op, name, x, (1, 128))
     check_tokens(op, lhs, rhs)
     checks.check_array(op, "group_sizes", group_sizes)
     groups.check_group_sizes(op, group_sizes)
     checks.check_count(op, "t", lhs.shape[1], lhs)
-    out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
-    checks.check_implementation(op, implementation)
-    if accumulate_into is not None:
-        checks.check_array(op, "accumulate_into", accumulate_into)
-        shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
-        checks.check_accumulator(op, accumulate_into, shape, out_dtype)
+    shape = group_sizes.shape[0], lhs.shape[0], rhs.shape[0]
+    out_dtype = check_result(op, shape, out_dtype, implementation, accumulate_into)
     return grouped_wgrad(lhs, rhs, group_sizes, out_dtype, implementation, accumulate_into)
