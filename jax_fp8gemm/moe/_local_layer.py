@@ -17,15 +17,21 @@ from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_a
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
-from jax_fp8gemm.moe._mlp import make_specs, moe_mlp, with_layer_shardings
+from jax_fp8gemm.moe._mlp import moe_mlp
 from jax_fp8gemm.moe._mlp_products import (
-    Groups,
-    Specs,
+    Columns,
     backward,
     forward,
     transposed_weights,
     weights_both_ways,
 )
+from jax_fp8gemm.moe._mlp_specs import (
+    Specs,
+    check_num_experts,
+    make_specs,
+    with_operand_shardings,
+)
+from jax_fp8gemm.moe._operands import Groups, Weights
 from jax_fp8gemm.moe._options import LayerOptions
 from jax_fp8gemm.moe._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
 
@@ -35,8 +41,8 @@ def local_layer(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    w_gate_up: Any,
-    w_down: Any,
+    w_gate_up: Weights,
+    w_down: Weights,
     *,
     max_rows: int | None = None,
 ) -> jax.Array:
@@ -47,7 +53,8 @@ def local_layer(
     op = "moe_layer"
     num_experts = w_gate_up.shape[0]
     recipe, implementation = options.recipe, options.implementation
-    specs = make_specs(op, x, w_gate_up, w_down, num_experts, recipe, implementation)
+    check_num_experts(op, num_experts, w_gate_up)
+    specs = make_specs(op, x, w_gate_up, w_down, recipe, implementation)
     if not recipe.is_fused:
         rows, group_sizes, order = permute(x, indices, num_experts)
         run = partial(moe_mlp, recipe=recipe, implementation=implementation)
@@ -59,7 +66,7 @@ def local_layer(
     tokens = [replicate(op, jnp.asarray(a)) for a in (x, weights, indices)]
     w_gate_up, w_down = jax.tree.map(lambda w: settle(op, jnp.asarray(w)), (w_gate_up, w_down))
     x, *tokens, w_gate_up, w_down = match_varying(*tokens, w_gate_up, w_down)
-    specs = with_layer_shardings(specs, x, w_gate_up, w_down)
+    specs = with_operand_shardings(specs, x, w_gate_up, w_down)
     return _layer(specs, x, *tokens, w_gate_up, w_down)
 
 
@@ -82,11 +89,11 @@ class Rows(NamedTuple):
 
 def _rows(indices: jax.Array, num_experts: int) -> Rows:
     group_sizes, choice, order = sort_choices(indices, num_experts)
-    return Rows((group_sizes, jnp.zeros((1,), jnp.int32)), choice, order)
+    return Rows(Groups.of_sizes(group_sizes), choice, order)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(specs: Specs, x, weights, indices, w_gate_up: Any, w_down: Any) -> jax.Array:
+def _layer(specs: Specs, x, weights, indices, w_gate_up: Weights, w_down: Weights) -> jax.Array:
     into, _ = specs
     rows = _rows(indices, w_gate_up.shape[0])
     args = quantize_args(into, into.recipe.fwd)
@@ -96,7 +103,9 @@ def _layer(specs: Specs, x, weights, indices, w_gate_up: Any, w_down: Any) -> ja
     return _add_up(out, rows, weights)
 
 
-def _layer_fwd(specs: Specs, x, weights, indices, w_gate_up: Any, w_down: Any) -> tuple[Any, Any]:
+def _layer_fwd(
+    specs: Specs, x, weights, indices, w_gate_up: Weights, w_down: Weights
+) -> tuple[Any, Any]:
     into, _ = specs
     rows = _rows(indices, w_gate_up.shape[0])
     copies, x_columns = _copy_and_quantize(into, into.recipe.fwd, x, rows, None)
@@ -113,7 +122,7 @@ def _layer_bwd(specs: Specs, kept: Any, dout: jax.Array) -> tuple[Any, ...]:
     dweights = jnp.sum(of_choice * dout.astype(jnp.float32)[:, None], axis=2)
     of_row = take_rows(weights.astype(jnp.float32).reshape(-1), rows.choice)
     copies, dout_columns = _copy_and_quantize(down, into.recipe.bwd, dout, rows, of_row)
-    columns = x_columns, dout_columns
+    columns = Columns(x_columns, dout_columns)
     dx, dw_gate_up, dw_down = backward(specs, residuals, w, copies, columns, rows.groups)
     dx = sum_of_rows(dx, rows.order, None).astype(dx.dtype)
     return dx, dweights.astype(weights.dtype), None, dw_gate_up, dw_down

@@ -6,7 +6,7 @@ What is computed in which format: moe/_mlp_products.py.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +17,38 @@ from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._ops.product_spec import (
-    ProductSpec,
-    check_precision,
-    kernel_dtype,
-    make_spec,
-    name_residual,
-    quantize_args,
-    with_shardings,
-)
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import check_weights, without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu
-from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard
+from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 from jax_fp8gemm.moe._mlp_products import (
-    Groups,
-    Specs,
+    Columns,
+    Experts,
+    Residuals,
     backward,
     forward,
     transposed_weights,
     weights_both_ways,
 )
+from jax_fp8gemm.moe._mlp_specs import (
+    Specs,
+    check_num_experts,
+    make_specs,
+    with_operand_shardings,
+)
+from jax_fp8gemm.moe._operands import Groups, Weights
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _OP = "moe_mlp"
+# The columns of x, what the products keep, the weights, and the groups.
+_Kept: TypeAlias = tuple[ScaledArray | None, Residuals, Experts, Groups]
 
 
 @naming_devices
@@ -93,30 +95,21 @@ def moe_mlp(
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])
     _groups.check_rows(_OP, x, x.shape[0], group_sizes)
-    num_experts = w_gate_up.shape[0]
-    specs = make_specs(_OP, x, w_gate_up, w_down, num_experts, recipe, implementation)
+    check_num_experts(_OP, w_gate_up.shape[0], w_gate_up)
+    specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)
     w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
     w_down = without_gradient(_OP, "w_down", w_down)
     operands = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), (x, w_gate_up, w_down))
-    sizes = replicate(_OP, _groups.as_int32(group_sizes))
-    operands = match_varying(*operands, (sizes, jnp.zeros((1,), jnp.int32)))
+    groups = Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
+    operands = match_varying(*operands, groups)
     if not recipe.is_fused:
         return _unfused_mlp(recipe, implementation, *operands)
-    run = partial(_mlp, with_layer_shardings(specs, *operands[:3]))
+    run = partial(_mlp, with_operand_shardings(specs, *operands[:3]))
     return reverse_mode(_OP, run, *operands)
 
 
-def with_layer_shardings(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any) -> Specs:
-    """`specs` for operands on a mesh with Explicit axes: the result is sharded as x."""
-    if explicit_mesh((x, w_gate_up, w_down)) is None:
-        return specs
-    into, down = specs
-    spec = jax.typeof(x).sharding.spec
-    return with_shardings(into, x, w_gate_up, spec), with_shardings(down, x, w_down, spec)
-
-
 def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
-    """Raises unless these are rows (m, d) and the weights of experts for them."""
+    """Raises unless x holds rows (m, d) and the others are the weights of experts for them."""
     check_unquantised(op, "x", x)
     checks.check_ndim(op, "x", x, 2, "(m, d)", hint="Fold leading dimensions into m.")
     for name, w, layout in (
@@ -136,30 +129,6 @@ def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
         )
 
 
-def make_specs(
-    op: str,
-    x: Any,
-    w_gate_up: Any,
-    w_down: Any,
-    num_experts: int,
-    recipe: Any,
-    implementation: Implementation,
-) -> Specs:
-    """Checks what is static. num_experts: of one device."""
-    if num_experts > _groups.MAX_GROUPS:
-        raise ValueError(
-            f"{op}: a device must hold at most {_groups.MAX_GROUPS} experts; got {num_experts}, "
-            f"w_gate_up {checks.short_type(w_gate_up)}"
-        )
-    weight = lambda w: None if isinstance(w, ScaledArray) else w
-    kept = kernel_dtype(x.dtype)
-    into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
-    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
-    down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
-    check_precision(op, None, into)
-    return into, down
-
-
 def _check_group_sizes(group_sizes: Any, g: int) -> None:
     checks.check_array(_OP, "group_sizes", group_sizes)
     _groups.check_group_sizes(_OP, group_sizes)
@@ -170,54 +139,68 @@ def _check_group_sizes(group_sizes: Any, g: int) -> None:
         )
 
 
-def _unfused_mlp(recipe: Recipe, implementation, x, w_gate_up, w_down, groups) -> jax.Array:
+def _unfused_mlp(
+    recipe: Recipe,
+    implementation: Implementation,
+    x: jax.Array,
+    w_gate_up: Weights,
+    w_down: Weights,
+    groups: Groups,
+) -> jax.Array:
     if not recipe.is_fp8:
-        in_dtype = lambda w: (
+        w_gate_up, w_down = (
             w.dequantize(x.dtype) if isinstance(w, ScaledArray) else w.astype(x.dtype)
+            for w in (w_gate_up, w_down)
         )
-        w_gate_up, w_down = in_dtype(w_gate_up), in_dtype(w_down)
     product = partial(
         ragged_dot,
-        group_sizes=groups[0],
+        group_sizes=groups.sizes,
         preferred_element_type=x.dtype,
         recipe=recipe,
         implementation=implementation,
     )
-    # Over Explicit axes: no feature's gate and up lie on different devices.
+    # Over Explicit axes: the gate and up of a feature lie on the same device.
     gate_up = replicate(_OP, product(x, w_gate_up), from_dim=1)
     h = swiglu(gate_up).astype(x.dtype)
     return reshard(product(h, w_down), jax.typeof(x).sharding.spec)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(specs: Specs, x: jax.Array, w_gate_up: Any, w_down: Any, groups: Groups) -> jax.Array:
-    rows = quantize(x, **quantize_args(specs[0], specs[0].recipe.fwd))
+def _mlp(
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
+) -> jax.Array:
+    rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
     w = transposed_weights(specs, w_gate_up, w_down)
     return forward(specs, rows, w, groups, is_differentiated=False)[0]
 
 
-def _mlp_fwd(specs: Specs, x, w_gate_up: Any, w_down: Any, groups: Groups) -> tuple[Any, Any]:
-    into, down = specs
+def _mlp_fwd(
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
+) -> tuple[jax.Array, _Kept]:
     kept, w = weights_both_ways(specs, w_gate_up, w_down)
-    rows, x_columns = _rows_and_columns(into, x, groups, quantize_args(into, into.recipe.fwd))
+    rows, x_columns = _rows_and_columns(specs.into, specs.into.recipe.fwd, x, groups)
     out, residuals = forward(specs, rows, w, groups, is_differentiated=True)
     return out, (name_residual("lhs", x_columns), residuals, kept, groups)
 
 
-def _mlp_bwd(specs: Specs, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    x_columns, residuals, w, groups = residuals
-    into, down = specs
-    rows, dout_columns = _rows_and_columns(down, dout, groups, quantize_args(into, into.recipe.bwd))
-    columns = x_columns, dout_columns
-    return *backward(specs, residuals, w, rows, columns, groups), None
+def _mlp_bwd(specs: Specs, kept: _Kept, dout: jax.Array) -> tuple[Any, ...]:
+    x_columns, residuals, w, groups = kept
+    douts, dout_columns = _rows_and_columns(specs.down, specs.into.recipe.bwd, dout, groups)
+    columns = Columns(x_columns, dout_columns)
+    return *backward(specs, residuals, w, douts, columns, groups), None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
-def _rows_and_columns(spec: ProductSpec, x: jax.Array, groups: Groups, args) -> tuple[Any, Any]:
-    """x quantised along its last dimension, and along the tokens of each group where the product's
-    rhs has a gradient."""
+def _rows_and_columns(
+    spec: ProductSpec, fmt: Any, x: jax.Array, groups: Groups
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """Quantises x along its last dimension, and along the tokens of each group if needed.
+
+    A product reads the latter for the gradient of its weights.
+    """
+    args = quantize_args(spec, fmt)
     if spec.rhs_dtype is None:
         return quantize(x, **args), None
     return rows_and_ragged_columns(x, *groups, **args)

@@ -1,25 +1,29 @@
-"""The products of moe_mlp, forward and backward, for rows that are quantised already.
+"""The products of an expert's MLP, forward and backward, for rows that are quantised already.
 
-For the rows of group i, its tokens, of x (m, d) and of the cotangent dout (m, d), with w_gate_up
-(g, d, 2 f) and w_down (g, f, d), in brackets the scale blocks of each operand along the
-contraction:
+The formulas are those for the rows of group i, the tokens of expert i, of x (m, d) and of the
+cotangent dout (m, d), with w_gate_up (g, d, 2 f) and w_down (g, f, d). Brackets hold the scale
+blocks of each operand along the contraction. The right column names the kernel.
 
     gate_up       = x   [1x128 along d]    . w_gate_up[i] [128x128]              1d2d
     h             = silu(gate) * up                                              swiglu_quantize.py
     out           = h   [1x128 along f]    . w_down[i]    [128x128]              1d2d
 
-    dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d, out's values
+    dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d
     da            = [dgate, dup], from gate_up and dh                            swiglu_quantize.py
-    dx            = da  [1x128 along 2 f]  . w_gate_up[i]^T [128x128]            1d2d, gate_up's
+    dx            = da  [1x128 along 2 f]  . w_gate_up[i]^T [128x128]            1d2d
     dw_down[i]    = h^T [1x128 along tokens] . dout [1x128 along tokens]         1d1d
     dw_gate_up[i] = x^T [1x128 along tokens] . da   [1x128 along tokens]         1d1d
 
-Of all activations only gate_up, dh, out and dx are stored unquantised; accumulation is f32.
+dh and dx read the same quantised values of the weights as out and gate_up do. Of all activations
+only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32.
+
+Each product is one function here. `forward` and `backward` put them together for moe_mlp and for
+the layer on one device; moe/_parallel/mlp.py does so for the layer on many.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -28,72 +32,117 @@ from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_a
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
-
-Specs = tuple[ProductSpec, ProductSpec]  # of the products with w_gate_up and with w_down
-Groups = tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first group starts
+from jax_fp8gemm.moe._mlp_specs import Specs
+from jax_fp8gemm.moe._operands import Groups, Weights
 
 
 class Experts(NamedTuple):
-    """Quantised weights; the forward pass has their transposes."""
+    """The quantised weights of all experts; the forward pass takes them transposed."""
 
     gate_up: ScaledArray
     down: ScaledArray
 
 
-def transposed_weights(specs: Specs, w_gate_up: Any, w_down: Any) -> Experts:
-    into, down = specs
-    return Experts(transposed(into, w_gate_up), transposed(down, w_down))
+class Columns(NamedTuple):
+    """The operands of the weight gradients, quantised along the tokens of each group.
+
+    Each is None where the gradient that reads it is not wanted: x that of w_gate_up, dout that of
+    w_down.
+    """
+
+    x: ScaledArray | None
+    dout: ScaledArray | None
 
 
-def weights_both_ways(specs: Specs, w_gate_up: Any, w_down: Any) -> tuple[Experts, Experts]:
-    """The weights for the backward pass, and transposed for the forward pass."""
+class Residuals(NamedTuple):
+    """What `forward` keeps for `backward`."""
+
+    h_columns: ScaledArray | None
+    gate_up: jax.Array
+
+
+def transposed_weights(specs: Specs, w_gate_up: Weights, w_down: Weights) -> Experts:
+    """Returns the transposed weights, which a forward pass without a gradient reads."""
+    return Experts(transposed(specs.into, w_gate_up), transposed(specs.down, w_down))
+
+
+def weights_both_ways(specs: Specs, w_gate_up: Weights, w_down: Weights) -> tuple[Experts, Experts]:
+    """Returns the weights for the backward pass, and transposed for the forward pass."""
     into, down = specs
     fmt = into.recipe.fwd
     kept, transposed = map(Experts, both_ways(into, fmt, w_gate_up), both_ways(down, fmt, w_down))
     return name_residual("rhs", kept), transposed
 
 
+def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
+    """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
+    return gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
+
+
+def down_product(
+    specs: Specs, gate_up: jax.Array, w: Experts, groups: Groups, *, with_columns: bool
+) -> tuple[jax.Array, ScaledArray | None]:
+    """Returns out (m, d), by transposed weights, and if with_columns the columns of h."""
+    down = specs.down
+    args = quantize_args(down, down.recipe.fwd)
+    h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=with_columns, **args)
+    return gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out), h_columns
+
+
+def hidden_gradient(specs: Specs, douts: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
+    """Returns dh (m, f) of the quantised rows of dout."""
+    with jax.named_scope("dlhs"):
+        return gemm_as(specs.down, specs.down.lhs_dtype, douts, w.down, *groups)
+
+
+def row_gradient(
+    specs: Specs, gate_up: jax.Array, dh: jax.Array, w: Experts, groups: Groups
+) -> tuple[jax.Array, ScaledArray | None]:
+    """Returns dx (m, d), and the columns of da if w_gate_up has a gradient."""
+    into = specs.into
+    args = quantize_args(into, into.recipe.bwd)
+    with_columns = into.rhs_dtype is not None
+    da, da_columns = swiglu_grad_quantize(gate_up, dh, *groups, with_columns=with_columns, **args)
+    with jax.named_scope("dlhs"):
+        dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
+    return dx, da_columns
+
+
+def weight_gradient(
+    spec: ProductSpec, lhs: ScaledArray | None, dout: ScaledArray | None, groups: Groups
+) -> jax.Array | None:
+    """Returns the gradient of the weights of this product; None if they have none."""
+    if spec.rhs_dtype is None:
+        return None
+    with jax.named_scope("drhs"):
+        return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups.sizes, spec.shardings.rhs)
+
+
 def forward(
     specs: Specs, rows: ScaledArray, w: Experts, groups: Groups, *, is_differentiated: bool
-) -> tuple[jax.Array, Any]:
-    """The experts' results, and what `backward` needs; under jit, what no wanted cotangent reads
-    is not computed."""
-    into, down = specs
-    args = quantize_args(into, into.recipe.fwd)
-    gate_up = name_residual("out", gemm_as(into, into.out_dtype, rows, w.gate_up, *groups))
-    with_columns = is_differentiated and down.rhs_dtype is not None
-    h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=with_columns, **args)
-    out = gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
-    out = name_residual("out", out)
-    return out, (name_residual("lhs", h_columns), gate_up)
+) -> tuple[jax.Array, Residuals]:
+    """Returns the experts' results, and what `backward` needs.
+
+    Under jit, a residual that no cotangent needs is not computed.
+    """
+    gate_up = name_residual("out", gate_up_product(specs, rows, w, groups))
+    with_columns = is_differentiated and specs.down.rhs_dtype is not None
+    out, h_columns = down_product(specs, gate_up, w, groups, with_columns=with_columns)
+    return name_residual("out", out), Residuals(name_residual("lhs", h_columns), gate_up)
 
 
 def backward(
     specs: Specs,
-    residuals: Any,
+    residuals: Residuals,
     w: Experts,
-    rows: ScaledArray,
-    columns: tuple[Any, Any],
+    douts: ScaledArray,
+    columns: Columns,
     groups: Groups,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dw_gate_up and dw_down, from quantised rows of dout and ragged columns of x and dout."""
+    """Returns dx, dw_gate_up and dw_down, from quantised rows of dout and the columns."""
     h_columns, gate_up = residuals
-    x_columns, dout_columns = columns
-    into, down = specs
-    args = quantize_args(into, into.recipe.bwd)
-    with jax.named_scope("dlhs"):
-        dh = gemm_as(down, down.lhs_dtype, rows, w.down, *groups)
-    has_gradient = into.rhs_dtype is not None
-    rows, da_columns = swiglu_grad_quantize(gate_up, dh, *groups, with_columns=has_gradient, **args)
-    with jax.named_scope("dlhs"):
-        dx = gemm_as(into, into.lhs_dtype, rows, w.gate_up, *groups, into.shardings.lhs)
-    with jax.named_scope("drhs"):
-        dw_gate_up = _wgrad(into, x_columns, da_columns, groups)
-        dw_down = _wgrad(down, h_columns, dout_columns, groups)
+    dh = hidden_gradient(specs, douts, w, groups)
+    dx, da_columns = row_gradient(specs, gate_up, dh, w, groups)
+    dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
+    dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)
     return dx, dw_gate_up, dw_down
-
-
-def _wgrad(spec: ProductSpec, lhs: Any, dout: Any, groups: Groups) -> jax.Array | None:
-    if spec.rhs_dtype is None:
-        return None
-    return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups[0], spec.shardings.rhs)

@@ -14,7 +14,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._local_layer import local_layer
-from jax_fp8gemm.moe._mlp import make_specs
+from jax_fp8gemm.moe._mlp_specs import check_num_experts, make_specs
 from jax_fp8gemm.moe._options import LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import NAMES, AxisName, Exchange, Name, make_exchange
 from jax_fp8gemm.moe._parallel.mesh import MeshLayout, expert_mlp_on_mesh
@@ -204,8 +204,9 @@ def expert_spec(
     max_slots = None if capacity is None else experts * capacity
     how = make_exchange(exchange, axis, size, tokens, top_k, max_slots)
     recipe, implementation = options.recipe, options.implementation
-    into, down = make_specs(op, x, w_gate_up, w_down, experts, recipe, implementation)
-    return ExpertSpec(into, down, how, experts, *_rows(how, experts, capacity))
+    check_num_experts(op, experts, w_gate_up)
+    products = make_specs(op, x, w_gate_up, w_down, recipe, implementation)
+    return ExpertSpec(products, how, experts, *_rows(how, experts, capacity))
 
 
 def _rows(exchange: Exchange, experts: int, capacity: int | None) -> tuple[int, bool]:

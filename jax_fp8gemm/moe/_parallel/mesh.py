@@ -22,6 +22,7 @@ from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm._sharding.rule import axes_of
 from jax_fp8gemm.moe._mlp_products import weights_both_ways
+from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.mlp import ExpertSpec, backward, forward
 
 
@@ -111,7 +112,7 @@ def _expert_mlp(spec, layout, shardings, x, weights, w_gate_up, w_down, indices)
 
 
 def _fwd(spec: ExpertSpec, layout: MeshLayout, shardings, x, weights, w_gate_up, w_down, indices):
-    kept, transposed = weights_both_ways((spec.into, spec.down), w_gate_up, w_down)
+    kept, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
     # check_vma=False: residuals are each device's own, whether or not they differ.
     run = layout.map(
@@ -124,9 +125,9 @@ def _fwd(spec: ExpertSpec, layout: MeshLayout, shardings, x, weights, w_gate_up,
 def _bwd(spec: ExpertSpec, layout: MeshLayout, shardings, residuals: Any, dout: jax.Array):
     tokens, experts = layout.tokens, layout.experts
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
-    products = spec.into, spec.down
+    products = spec.products
     if summed:
-        spec = replace(spec, into=_with_partial_sums(spec.into), down=_with_partial_sums(spec.down))
+        spec = replace(spec, products=Specs(*map(_with_partial_sums, products)))
 
     kept, w = residuals
     dims = [_scattered_dim(layout, summed, weight.shape) for weight in w]

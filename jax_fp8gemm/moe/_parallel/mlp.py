@@ -34,10 +34,18 @@ from jax import lax
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
-from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
-from jax_fp8gemm._primitives.swiglu_quantize import swiglu, swiglu_grad_quantize, swiglu_quantize
-from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
+from jax_fp8gemm._primitives.swiglu_quantize import swiglu, swiglu_quantize
+from jax_fp8gemm.moe._mlp_products import (
+    Experts,
+    down_product,
+    gate_up_product,
+    hidden_gradient,
+    row_gradient,
+    weight_gradient,
+    weights_both_ways,
+)
+from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange import Exchange
 from jax_fp8gemm.moe._parallel.rows import (
     Received,
@@ -54,15 +62,14 @@ class ExpertSpec:
     """What is static about the layer.
 
     Attributes:
-      into, down: the products with w_gate_up and with w_down.
+      products: those with w_gate_up and with w_down.
       exchange: of tokens.
       experts: on each device.
       rows: computed in a turn.
       has_one_turn: whether `rows` holds all rows, whatever the choices.
     """
 
-    into: ProductSpec
-    down: ProductSpec
+    products: Specs
     exchange: Exchange
     experts: int
     rows: int
@@ -83,7 +90,7 @@ def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indice
 
 
 def _expert_mlp_fwd(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
-    kept, transposed = weights_both_ways((spec.into, spec.down), w_gate_up, w_down)
+    kept, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
     out, residuals = forward(spec, x, weights, transposed, indices)
     return out, (residuals, kept)
 
@@ -101,7 +108,7 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """The result of expert_mlp, with transposed weights, and what the backward pass needs."""
     exchange = spec.exchange
-    tokens = quantize(x, **_travel_args(spec.into, spec.into.recipe.fwd))
+    tokens = quantize(x, **_travel_args(spec.products.into, spec.products.into.recipe.fwd))
     plan = exchange.plan(indices // spec.experts)
     sent = tokens, weights, indices
 
@@ -110,7 +117,7 @@ def forward(
         partial_sums, gate_up = _forward_turn(spec, received, 0, w)
         step = lambda turn: _forward_turn(spec, received, turn, w)[0]
         partial_sums = add_turns(partial_sums, _num_turns(spec, received), step)
-        partial_sums = _to_give_back(spec, spec.into.recipe.fwd, partial_sums)
+        partial_sums = _to_give_back(spec, spec.products.into.recipe.fwd, partial_sums)
         return exchange.give_back(plan, turn, partial_sums), received, gate_up
 
     out, received, gate_up = run(0)
@@ -121,21 +128,20 @@ def forward(
     return name_residual("out", out), (*kept, plan, again)
 
 
-def _forward_turn(spec: ExpertSpec, received: Received, turn: Any, w: Experts):
-    """Weighted sums (r, d) over the rows of this turn, and gate_up."""
-    into, down = spec.into, spec.down
+def _forward_turn(
+    spec: ExpertSpec, received: Received, turn: jax.Array | int, w: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """Returns weighted sums (r, d) over the rows of this turn, and gate_up."""
     rows = rows_of_turn(received, turn, spec.rows)
-    gate_up = _gate_up(spec, received, rows, w.gate_up)
-    h_args = quantize_args(down, down.recipe.fwd)
-    h, _ = swiglu_quantize(gate_up, *rows.groups, with_columns=False, **h_args)
-    out = gemm_as(down, down.out_dtype, h, w.down, *rows.groups)
+    gate_up = _gate_up(spec, received, rows, w)
+    out, _ = down_product(spec.products, gate_up, w, rows.groups, with_columns=False)
     sums = sum_of_rows(out, rows.order, received.weights, rows.has_row)
-    return sums.astype(into.lhs_dtype), gate_up
+    return sums.astype(spec.products.into.lhs_dtype), gate_up
 
 
-def _gate_up(spec: ExpertSpec, received: Received, rows: Turn, w: ScaledArray) -> jax.Array:
+def _gate_up(spec: ExpertSpec, received: Received, rows: Turn, w: Experts) -> jax.Array:
     lhs = copy_rows(received.tokens, rows.token)
-    return gemm_as(spec.into, spec.into.out_dtype, lhs, w, *rows.groups)
+    return gate_up_product(spec.products, lhs, w, rows.groups)
 
 
 def backward(
@@ -144,7 +150,7 @@ def backward(
     """The gradients of x, weights, w_gate_up and w_down."""
     received, gate_up, plan, sent = residuals
     exchange = spec.exchange
-    quantised = quantize(dout, **_travel_args(spec.down, spec.down.recipe.bwd))
+    quantised = quantize(dout, **_travel_args(spec.products.down, spec.products.down.recipe.bwd))
 
     def run(turn: Any, received: Received, gate_up: jax.Array | None) -> tuple[Any, ...]:
         send = lambda x: exchange.send(plan, turn, x)
@@ -153,49 +159,68 @@ def backward(
         step = lambda turn: _backward_turn(spec, received, douts, turn, w, None)
         dx, dweights, *drhs = add_turns(first, _num_turns(spec, received), step)
         give_back = lambda x: exchange.give_back(plan, turn, x)
-        dx = _to_give_back(spec, spec.into.recipe.bwd, dx)
+        dx = _to_give_back(spec, spec.products.into.recipe.bwd, dx)
         return give_back(dx), give_back(dweights), *drhs
 
     first = run(0, received, gate_up)
     step = lambda turn: run(turn, _receive(spec, plan, turn, *sent), None)
     dx, dweights, *drhs = add_turns(first, exchange.num_turns(plan), step)
-    return dx.astype(spec.into.lhs_dtype), dweights.astype(received.weights.dtype), *drhs
+    return dx.astype(spec.products.into.lhs_dtype), dweights.astype(received.weights.dtype), *drhs
 
 
 def _backward_turn(
-    spec: ExpertSpec, received: Received, douts: ScaledArray, turn: Any, w: Experts, gate_up: Any
-) -> tuple[Any, ...]:
-    """Of the rows of this turn: dx (r, d), dweights (r, top_k), dw_gate_up and dw_down."""
-    into, down = spec.into, spec.down
+    spec: ExpertSpec,
+    received: Received,
+    douts: ScaledArray,
+    turn: jax.Array | int,
+    w: Experts,
+    gate_up: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns dx (r, d), dweights (r, top_k), dw_gate_up and dw_down, from the rows of this turn.
+
+    gate_up: None where it was not kept, and is computed again.
+    """
+    products = spec.products
     rows = rows_of_turn(received, turn, spec.rows)
     if gate_up is None:
         # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
-        gate_up = _gate_up(spec, received, rows, w_gate_up.T)
+        gate_up = _gate_up(spec, received, rows, w._replace(gate_up=w_gate_up.T))
     with jax.named_scope("dlhs"):
-        lhs = copy_rows(douts, rows.token)
-        dh = gemm_as(down, down.lhs_dtype, lhs, w.down, *rows.groups).astype(jnp.float32)
+        copies = copy_rows(douts, rows.token)
+    dh = hidden_gradient(products, copies, w, rows.groups).astype(jnp.float32)
     dots = jnp.sum(swiglu(gate_up) * dh, axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
-    fwd_args, bwd_args = (quantize_args(into, fmt) for fmt in (into.recipe.fwd, into.recipe.bwd))
-    da, da_columns = swiglu_grad_quantize(gate_up, dh, *rows.groups, with_columns=True, **bwd_args)
-    with jax.named_scope("dlhs"):
-        dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *rows.groups)
+    dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
-    dw_gate_up = dw_down = None
-    columns = partial(gather_quantize, mode="column")
-    if into.rhs_dtype is not None:
-        (x_columns,) = columns(received.tokens, rows.token, None, *rows.groups, **fwd_args)
-        with jax.named_scope("drhs"):
-            dw_gate_up = wgrad_as(into, into.rhs_dtype, x_columns, da_columns, rows.groups[0])
-    if down.rhs_dtype is not None:
-        _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
-        (dout_columns,) = columns(douts, rows.token, weights, *rows.groups, **bwd_args)
-        with jax.named_scope("drhs"):
-            dw_down = wgrad_as(down, down.rhs_dtype, h_columns, dout_columns, rows.groups[0])
+    dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns)
+    dw_down = _down_gradient(products.down, gate_up, douts, rows, weights)
     return dx, dweights, dw_gate_up, dw_down
+
+
+def _gate_up_gradient(
+    spec: ProductSpec, tokens: ScaledArray, rows: Turn, da_columns: ScaledArray | None
+) -> jax.Array | None:
+    if spec.rhs_dtype is None:
+        return None
+    args = quantize_args(spec, spec.recipe.fwd)
+    (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode="column", **args)
+    return weight_gradient(spec, x_columns, da_columns, rows.groups)
+
+
+def _down_gradient(
+    spec: ProductSpec, gate_up: jax.Array, douts: ScaledArray, rows: Turn, weights: jax.Array
+) -> jax.Array | None:
+    if spec.rhs_dtype is None:
+        return None
+    fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
+    _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
+    (dout_columns,) = gather_quantize(
+        douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
+    )
+    return weight_gradient(spec, h_columns, dout_columns, rows.groups)
 
 
 def _travel_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
@@ -204,7 +229,11 @@ def _travel_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
 
 def _to_give_back(spec: ExpertSpec, fmt: Any, x: jax.Array) -> jax.Array | ScaledArray:
     """`x`, results or their gradients, as it travels back."""
-    return quantize(x, **_travel_args(spec.into, fmt)) if spec.into.recipe.fp8_combine else x
+    return (
+        quantize(x, **_travel_args(spec.products.into, fmt))
+        if spec.products.into.recipe.fp8_combine
+        else x
+    )
 
 
 def _receive(spec: ExpertSpec, plan: Any, turn: Any, tokens, weights, indices) -> Received:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._operands import Groups
 from jax_fp8gemm.moe._permute import take_rows
 
 
@@ -30,7 +31,7 @@ class Received(NamedTuple):
 class Turn(NamedTuple):
     """The rows of one turn: their groups, their choices and tokens, and the row of each choice."""
 
-    groups: tuple[jax.Array, jax.Array]  # group_sizes, and the row where the first group starts
+    groups: Groups
     choice: jax.Array
     token: jax.Array
     order: jax.Array
@@ -46,7 +47,7 @@ def rows_of_turn(received: Received, turn: Any, num_rows: int) -> Turn:
     choice = lax.dynamic_slice_in_dim(choice, first, num_rows)
     order = received.order - first
     has_row = (order >= 0) & (order < ends[-1])
-    groups = sizes, jnp.zeros((1,), jnp.int32)
+    groups = Groups.of_sizes(sizes)
     token = choice // received.order.shape[1]
     return Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row)
 

@@ -1,0 +1,73 @@
+"""Specs: what is static about the two products of an expert's MLP."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.recipe import Recipe
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import (
+    ProductSpec,
+    check_precision,
+    kernel_dtype,
+    make_spec,
+    with_shardings,
+)
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
+from jax_fp8gemm.moe._operands import Weights
+
+
+class Specs(NamedTuple):
+    """The specs of the products with w_gate_up (`into`) and with w_down (`down`).
+
+    Both have the same recipe and implementation. A spec whose rhs_dtype is None belongs to weights
+    that are quantised already and have no gradient.
+    """
+
+    into: ProductSpec
+    down: ProductSpec
+
+
+def check_num_experts(op: str, num_experts: int, w_gate_up: Weights) -> None:
+    """Raises ValueError if one device would hold more experts than the kernels take."""
+    if num_experts > _groups.MAX_GROUPS:
+        raise ValueError(
+            f"{op}: a device must hold at most {_groups.MAX_GROUPS} experts; got {num_experts}, "
+            f"w_gate_up {checks.short_type(w_gate_up)}"
+        )
+
+
+def make_specs(
+    op: str,
+    x: jax.Array,
+    w_gate_up: Weights,
+    w_down: Weights,
+    recipe: Recipe,
+    implementation: Implementation,
+) -> Specs:
+    """Returns the specs for rows x (m, d), and checks the recipe and the implementation."""
+    weight = lambda w: None if isinstance(w, ScaledArray) else w
+    kept = kernel_dtype(x.dtype)
+    into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
+    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
+    down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
+    check_precision(op, None, into)
+    return Specs(into, down)
+
+
+def with_operand_shardings(
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights
+) -> Specs:
+    """Returns `specs` for operands on a mesh with Explicit axes; the result is sharded as x."""
+    if explicit_mesh((x, w_gate_up, w_down)) is None:
+        return specs
+    spec = jax.typeof(x).sharding.spec
+    return Specs(
+        with_shardings(specs.into, x, w_gate_up, spec),
+        with_shardings(specs.down, x, w_down, spec),
+    )
