@@ -17,6 +17,7 @@ from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_a
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm.moe._choices import sort_choices, sum_of_rows, take_rows
 from jax_fp8gemm.moe._mlp import moe_mlp
 from jax_fp8gemm.moe._mlp_products import (
     Columns,
@@ -33,7 +34,7 @@ from jax_fp8gemm.moe._mlp_specs import (
 )
 from jax_fp8gemm.moe._operands import Groups, Weights
 from jax_fp8gemm.moe._options import LayerOptions
-from jax_fp8gemm.moe._permute import permute, sort_choices, sum_of_rows, take_rows, unpermute
+from jax_fp8gemm.moe._permute import permute, unpermute
 
 
 def local_layer(

@@ -16,12 +16,12 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import check_weights, without_gradient
+from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu
 from jax_fp8gemm._sharding.explicit_axes import reshard
@@ -37,6 +37,7 @@ from jax_fp8gemm.moe._mlp_products import (
 )
 from jax_fp8gemm.moe._mlp_specs import (
     Specs,
+    check_experts,
     check_num_experts,
     make_specs,
     with_operand_shardings,
@@ -106,27 +107,6 @@ def moe_mlp(
         return _unfused_mlp(recipe, implementation, *operands)
     run = partial(_mlp, with_operand_shardings(specs, *operands[:3]))
     return reverse_mode(_OP, run, *operands)
-
-
-def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
-    """Raises unless x holds rows (m, d) and the others are the weights of experts for them."""
-    check_unquantised(op, "x", x)
-    checks.check_ndim(op, "x", x, 2, "(m, d)", hint="Fold leading dimensions into m.")
-    for name, w, layout in (
-        ("w_gate_up", w_gate_up, "(g, d, 2 f)"),
-        ("w_down", w_down, "(g, f, d)"),
-    ):
-        check_weights(op, name, w)
-        checks.check_ndim(op, name, w, 3, layout)
-    (_, d), (g, f, _) = x.shape, w_down.shape
-    if g == 0:
-        raise ValueError(f"{op}: w_down must hold an expert; got {checks.short_type(w_down)}")
-    if w_gate_up.shape != (g, d, 2 * f) or w_down.shape != (g, f, d):
-        raise ValueError(
-            f"{op}: x (m, d), w_gate_up (g, d, 2 f) and w_down (g, f, d) must share g, d and f; "
-            f"got x {checks.short_type(x)}, w_gate_up {checks.short_type(w_gate_up)}, "
-            f"w_down {checks.short_type(w_down)}"
-        )
 
 
 def _check_group_sizes(group_sizes: Any, g: int) -> None:

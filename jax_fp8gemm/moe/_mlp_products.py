@@ -18,7 +18,7 @@ dh and dx read the same quantised values of the weights as out and gate_up do. O
 only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32.
 
 Each product is one function here. `forward` and `backward` put them together for moe_mlp and for
-the layer on one device; moe/_parallel/mlp.py does so for the layer on many.
+the layer on one device; moe/_parallel/turn.py does so for the layer on many.
 """
 
 from __future__ import annotations

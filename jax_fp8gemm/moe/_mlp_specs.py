@@ -1,8 +1,8 @@
-"""Specs: what is static about the two products of an expert's MLP."""
+"""Specs: what is static about the two products of an expert's MLP, and checks of its arrays."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,7 +10,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
     check_precision,
@@ -18,6 +18,7 @@ from jax_fp8gemm._ops.product_spec import (
     make_spec,
     with_shardings,
 )
+from jax_fp8gemm._ops.weights import check_weights
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 from jax_fp8gemm.moe._operands import Weights
 
@@ -31,6 +32,27 @@ class Specs(NamedTuple):
 
     into: ProductSpec
     down: ProductSpec
+
+
+def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
+    """Raises unless x holds rows (m, d) and the others are the weights of experts for them."""
+    check_unquantised(op, "x", x)
+    checks.check_ndim(op, "x", x, 2, "(m, d)", hint="Fold leading dimensions into m.")
+    for name, w, layout in (
+        ("w_gate_up", w_gate_up, "(g, d, 2 f)"),
+        ("w_down", w_down, "(g, f, d)"),
+    ):
+        check_weights(op, name, w)
+        checks.check_ndim(op, name, w, 3, layout)
+    (_, d), (g, f, _) = x.shape, w_down.shape
+    if g == 0:
+        raise ValueError(f"{op}: w_down must hold an expert; got {checks.short_type(w_down)}")
+    if w_gate_up.shape != (g, d, 2 * f) or w_down.shape != (g, f, d):
+        raise ValueError(
+            f"{op}: x (m, d), w_gate_up (g, d, 2 f) and w_down (g, f, d) must share g, d and f; "
+            f"got x {checks.short_type(x)}, w_gate_up {checks.short_type(w_gate_up)}, "
+            f"w_down {checks.short_type(w_down)}"
+        )
 
 
 def check_num_experts(op: str, num_experts: int, w_gate_up: Weights) -> None:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import math
-import numbers
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._sharding.manual_axes import replicate, settle
+from jax_fp8gemm._sharding.manual_axes import settle
+from jax_fp8gemm.moe._layer_arguments import check_mesh, check_options, fold, fold_router
 from jax_fp8gemm.moe._local_layer import local_layer
-from jax_fp8gemm.moe._mlp import check_experts
+from jax_fp8gemm.moe._mlp_specs import check_experts
 from jax_fp8gemm.moe._options import LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import AxisName, Name
-from jax_fp8gemm.moe._parallel.layer import (
-    axis_names,
-    expert_parallel,
-    expert_parallel_on_mesh,
-    is_manual,
-    lay_out,
-)
+from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
+from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
 from jax_fp8gemm.moe._permute import check_top_k
-from jax_fp8gemm.moe._route import Scoring, as_top_k, check_scoring
+from jax_fp8gemm.moe._route import Scoring, as_top_k
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -89,15 +82,15 @@ def moe_layer(
     """
     op = "moe_layer"
     x, w_gate_up, w_down = map(checks.as_array, (x, w_gate_up, w_down))
-    _check_options(op, router, top_k, scoring, normalize, capacity_factor)
-    _check_mesh(op, expert_axis, exchange, mesh)
+    check_options(op, router, top_k, scoring, normalize, capacity_factor)
+    check_mesh(op, expert_axis, exchange, mesh)
     check_recipe(op, recipe)
     checks.check_implementation(op, implementation)
     check_unquantised(op, "x", x)
     checks.check_min_ndim(op, "x", x, 1, "(..., d)")
-    tokens = _fold(op, "x", x, x)
+    tokens = fold(op, "x", x, x)
     check_experts(op, tokens, w_gate_up, w_down)
-    router = _fold_router(op, router, x, top_k)
+    router = fold_router(op, router, x, top_k)
     top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
     check_top_k(op, top_k, x)
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
@@ -129,72 +122,6 @@ def _run(op: str, options: LayerOptions, expert_axis, exchange, mesh, *operands:
     return expert_parallel(op, options, names, exchange, operands)
 
 
-def _check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
-    checks.check_static(op, top_k=top_k, capacity_factor=capacity_factor)
-    checks.check_bool(op, normalize=normalize)
-    if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
-        raise ValueError(
-            f"{op}: scoring and normalize must go with router logits; got scoring "
-            f"{checks.short_repr(scoring)}, normalize {normalize} with (indices, weights)"
-        )
-    check_scoring(op, scoring)
-    if capacity_factor is None:
-        return
-    if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
-        got = checks.short_repr(capacity_factor)
-        raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
-    if not capacity_factor > 0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(
-            f"{op}: capacity_factor must be None or above 0; "
-            f"got {checks.short_repr(capacity_factor)}"
-        )
-
-
-def _check_mesh(op: str, expert_axis, exchange, mesh) -> None:
-    if expert_axis is None and (exchange is not None or mesh is not None):
-        raise ValueError(
-            f"{op}: exchange and mesh must go with expert_axis; got exchange "
-            f"{checks.short_repr(exchange)}, mesh {checks.short_repr(mesh)} without"
-        )
-    if not isinstance(mesh, None | Mesh | AbstractMesh):
-        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
-
-
-def _fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
-    """Logits (m, num_experts), or indices and weights (m, top_k)."""
-    if not isinstance(router, tuple | list):
-        if top_k is None:
-            raise ValueError(f"{op}: top_k must go with router logits; got None")
-        router = checks.as_array(router)
-        checks.check_array(op, "router", router)
-        checks.check_dtype(op, "router", router, formats.FLOAT_DTYPES)
-        return _fold(op, "router", router, x)
-    if len(router) != 2:
-        raise ValueError(
-            f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
-        )
-    indices, weights = map(checks.as_array, router)
-    checks.check_array(op, "indices", indices)
-    checks.check_integers(op, "indices", indices)
-    # Saturated where they are, or int64 beyond int32 would wrap to an expert.
-    indices = _fold(op, "indices", as_int32(indices, lowest=-1), x)
-    checks.check_array(op, "weights", weights)
-    checks.check_dtype(op, "weights", weights, formats.FLOAT_DTYPES)
-    weights = _fold(op, "weights", weights, x)
-    if weights.shape != indices.shape:
-        raise ValueError(
-            f"{op}: weights must be one for each of indices {checks.short_type(indices)}; "
-            f"got weights {checks.short_type(weights)}"
-        )
-    if indices.shape[1] == 0:
-        raise ValueError(f"{op}: indices must name at least one expert of a token; got top_k 0")
-    if top_k not in (None, indices.shape[1]):
-        raise ValueError(
-            f"{op}: top_k must be None or that of indices {checks.short_type(indices)}; got {top_k}"
-        )
-    return indices, weights
-
-
 def _unfold(out: jax.Array, x: Any) -> jax.Array:
     """`out` (m, d) in the shape of x, where Explicit axes cut m as far as they can cut x."""
     sharding = jax.typeof(out).sharding
@@ -205,17 +132,3 @@ def _unfold(out: jax.Array, x: Any) -> jax.Array:
             axes = axes[:-1]
         out = jax.sharding.reshard(out, sharding.update(spec=PartitionSpec(axes or None, None)))
     return out.reshape(x.shape)
-
-
-def _fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
-    """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
-    part = checks.as_array(part)
-    checks.check_array(op, name, part)
-    if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: {name} must have the leading dimensions of x; "
-            f"got {name} {checks.short_type(part)}, x {checks.short_type(x)}"
-        )
-    # Explicit mesh axes may go on cutting the first dimension.
-    part = replicate(op, jnp.asarray(part), from_dim=1)
-    return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])

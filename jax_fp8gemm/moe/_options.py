@@ -12,7 +12,7 @@ import jax
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
-from jax_fp8gemm.moe._permute import limit
+from jax_fp8gemm.moe._choices import limit
 from jax_fp8gemm.moe._route import Scoring, route
 
 

@@ -7,7 +7,6 @@ threads finish, as a scatter-add's does.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +17,7 @@ from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._ops.reverse_mode import reverse_mode, transposable_by_none
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
+from jax_fp8gemm.moe._choices import inverse, sort_choices, sum_of_rows, take_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
@@ -70,33 +70,6 @@ def permute(
     group_sizes, choice, order = sort_choices(indices, count)
     rows = reverse_mode(op, _copy_rows, x, choice, order)
     return rows, group_sizes, order
-
-
-def sort_choices(
-    indices: Int32[Array, "m top_k"], num_experts: int
-) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
-    """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
-
-    Returns:
-      group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
-    """
-    expert = indices.reshape(-1)
-    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    group_sizes = jnp.sum(expert[:, None] == experts[None], axis=0, dtype=jnp.int32)
-    choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    return group_sizes, choice, _inverse(choice).reshape(indices.shape)
-
-
-def limit(
-    indices: Int32[Array, "m top_k"], num_experts: int, capacity: int
-) -> Int32[Array, "m top_k"]:
-    """`indices` with all choices of an expert but the first `capacity` made no expert."""
-    group_sizes, _, order = sort_choices(indices, num_experts)
-    starts = jnp.cumsum(group_sizes) - group_sizes
-    expert = jnp.clip(indices, 0, num_experts - 1)
-    is_kept = order - take_rows(starts, expert) < capacity
-    return jnp.where(is_kept, indices, num_experts)
 
 
 @naming_devices
@@ -155,29 +128,6 @@ def _prepare(op: str, *operands: Any) -> tuple[jax.Array, ...]:
     return match_varying(*(replicate(op, jnp.asarray(x)) for x in operands))
 
 
-def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x[rows], all of which exist."""
-    return x.at[rows].get(mode="promise_in_bounds")
-
-
-def _inverse(permutation: jax.Array) -> jax.Array:
-    rank = jnp.arange(permutation.size, dtype=permutation.dtype)
-    return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
-
-
-def sum_of_rows(
-    rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
-) -> jax.Array:
-    """f32 sums over j of (weights[:, j] times) rows[order[:, j]], where has_row[:, j]."""
-    terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
-    if weights is not None:
-        terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
-    if has_row is not None:
-        terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
-    # One addition after another: a reduction would leave their order to XLA.
-    return functools.reduce(jnp.add, terms)
-
-
 @jax.custom_vjp
 def _copy_rows(x: jax.Array, choice: jax.Array, order: jax.Array) -> jax.Array:
     return take_rows(x, choice // order.shape[1])
@@ -197,7 +147,7 @@ def _add_weighted(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.
 
 def _add_weighted_bwd(residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, order, weights = residuals
-    choice = _inverse(order.reshape(-1))
+    choice = inverse(order.reshape(-1))
     dout = dout.astype(jnp.float32)
     weight = take_rows(weights.astype(jnp.float32).reshape(-1), choice)
     drows = take_rows(dout, choice // order.shape[1]) * weight[:, None]

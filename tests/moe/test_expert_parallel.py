@@ -18,7 +18,7 @@ from test_moe import expert, random
 from jax_fp8gemm import BF16, DEEPSEEK_V3, quantize
 from jax_fp8gemm.moe import moe_layer, route
 from jax_fp8gemm.moe._parallel import exchange as _exchange
-from jax_fp8gemm.moe._parallel import layer as _expert_parallel
+from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -121,8 +121,8 @@ def test_results_travel_as_fp8_where_the_recipe_says_so():
 def test_turns_that_hold_less_than_the_rows_drop_none(traced_anew, monkeypatch):
     """Of rows, and of tokens that find no slot."""
     expected = program(exchange="all_gather")(*problem(5.0))
-    monkeypatch.setattr(_expert_parallel, "_MIN_ROWS", 16)
-    monkeypatch.setattr(_expert_parallel, "_ROW_UNIT", 8)
+    monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 16)
+    monkeypatch.setattr(_expert_spec, "_ROW_UNIT", 8)
     monkeypatch.setattr(_exchange, "_SLOT_UNIT", 1)
     in_turns = program.__wrapped__(exchange="all_to_all")
     assert num_loops(in_turns) > num_loops(program(exchange="all_gather"))

@@ -17,7 +17,7 @@ from benchmarks.families.mesh import moved_bytes
 from jax_fp8gemm._data.recipe import BF16, DEEPSEEK_V3, Recipe
 from jax_fp8gemm.moe import moe_layer, route
 from jax_fp8gemm.moe._parallel import exchange as _exchange
-from jax_fp8gemm.moe._parallel import layer as _expert_parallel
+from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 pytestmark = pytest.mark.gpu
@@ -113,8 +113,8 @@ def test_several_turns_of_rows_and_of_tokens(traced_anew, monkeypatch):
     """On tokens most of which choose one expert."""
     expected = program("all_gather")(*spread(5.0))
     monkeypatch.setattr(_exchange, "HEADROOM", 0.25)
-    monkeypatch.setattr(_expert_parallel, "_HEADROOM", 0.25)
-    monkeypatch.setattr(_expert_parallel, "_MIN_ROWS", 128)
+    monkeypatch.setattr(_expert_spec, "_HEADROOM", 0.25)
+    monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 128)
     found = compile_spread("all_to_all")(*spread(5.0))
     print(diffs(found, expected))
     *of_tokens, dw_gate_up, dw_down = diffs(found, expected)

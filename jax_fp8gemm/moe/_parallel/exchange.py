@@ -14,7 +14,6 @@ of the devices. So every exchange gives the same bits, while all_to_all takes on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._parallel.ragged_all_to_all import ragged_all_to_all
+from jax_fp8gemm.moe._parallel.slots import add_parts, assign_slots, pack, unpack
 
 AxisName = str | tuple[str, ...]
 Name = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
@@ -78,10 +78,10 @@ class Exchange:
     def give_back(self, plan: Any, turn: Any, y: jax.Array | ScaledArray) -> jax.Array:
         """f32 sums (t, ...) over the devices that had the token of y, in rows as received."""
         if not isinstance(y, ScaledArray):
-            return _add(self.parts(plan, turn, y))
+            return add_parts(self.parts(plan, turn, y))
         values, scales = (self.parts(plan, turn, x) for x in (y.values, y.scale))
         parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
-        return _add([part.dequantize(jnp.float32) for part in parts])
+        return add_parts([part.dequantize(jnp.float32) for part in parts])
 
     def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         """What each device has for the tokens (t, ...), zero where it had not the token."""
@@ -103,7 +103,7 @@ class _AllGather(Exchange):
 
 class _AllToAll(Exchange):
     def plan(self, devices: jax.Array) -> Any:
-        return _slots(devices, self.size)
+        return assign_slots(devices, self.size)
 
     def num_turns(self, plan: Any) -> jax.Array | int:
         if self.has_one_turn:
@@ -119,17 +119,17 @@ class _AllToAll(Exchange):
 
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
         positions, has_one = self._positions(plan, turn)
-        rows = _pack(x, positions, has_one, self.received, empty)
+        rows = pack(x, positions, has_one, self.received, empty)
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
     def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         rows = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
-        return _parts(rows, *self._positions(plan, turn))
+        return unpack(rows, *self._positions(plan, turn))
 
 
 class _RaggedAllToAll(Exchange):
     def plan(self, devices: jax.Array) -> Any:
-        slot, counts = _slots(devices, self.size)
+        slot, counts = assign_slots(devices, self.size)
         starts = jnp.cumsum(counts) - counts
         sent = lax.all_gather(counts, self.axis)  # by sender and receiver
         me = lax.axis_index(self.axis)
@@ -149,14 +149,14 @@ class _RaggedAllToAll(Exchange):
 
     def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
         (positions, has_one), how, _ = plan
-        rows = _pack(x, positions, has_one, self._sent, empty)
+        rows = pack(x, positions, has_one, self._sent, empty)
         out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
         return ragged_all_to_all(rows, out, how, self.axis)
 
     def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
         positions, _, how = plan
         out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
-        return _parts(ragged_all_to_all(y, out, how, self.axis), *positions)
+        return unpack(ragged_all_to_all(y, out, how, self.axis), *positions)
 
 
 _CLASSES: dict[str, Callable[..., Exchange]] = dict(
@@ -199,45 +199,3 @@ def _expected_slots(size: int, tokens: int, top_k: int) -> int:
     share = 1 - (1 - 1 / size) ** top_k
     slots = math.ceil(HEADROOM * share * tokens / _SLOT_UNIT) * _SLOT_UNIT
     return min(slots, tokens)
-
-
-def _slots(devices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The rank of each token (t, p) among those that a device needs, and how many it needs (p,).
-
-    -1 where the device does not need the token.
-    """
-    t = devices.shape[0]
-    needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]).any(axis=1)
-    rank = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
-    counts = rank[-1] if t else jnp.zeros((size,), jnp.int32)
-    return jnp.where(needs, rank - 1, -1), counts
-
-
-def _pack(
-    x: jax.Array, positions: jax.Array, has_one: jax.Array, num_rows: int, empty: Any
-) -> jax.Array:
-    """x[i] in the rows positions[i, :] (t, p) of (num_rows, ...)."""
-    t, p = positions.shape
-    # A place of its own, outside, for each token that has none: no two write to the same place.
-    outside = num_rows + jnp.arange(t * p, dtype=jnp.int32).reshape(t, p)
-    place = jnp.where(has_one, positions, outside).reshape(-1)
-    token = jnp.repeat(jnp.arange(t, dtype=jnp.int32), p)
-    source = jnp.full((num_rows,), t, jnp.int32)
-    source = source.at[place].set(token, mode="drop", unique_indices=True)
-    if empty is not None:
-        return x.at[source].get(mode="fill", fill_value=empty)
-    return x.at[source].get(mode="clip")
-
-
-def _parts(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> Sequence[jax.Array]:
-    shape = has_one.shape[0], *(1,) * (rows.ndim - 1)
-    zero = jnp.zeros((), rows.dtype)
-    return [
-        jnp.where(has.reshape(shape), rows.at[at].get(mode="clip"), zero)
-        for at, has in zip(positions.T, has_one.T, strict=True)
-    ]
-
-
-def _add(parts: Sequence[jax.Array]) -> jax.Array:
-    """f32 sum, one addition after another: a reduction would leave their order to XLA."""
-    return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])

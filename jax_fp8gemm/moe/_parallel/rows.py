@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._operands import Groups
-from jax_fp8gemm.moe._permute import take_rows
 
 
 class Received(NamedTuple):

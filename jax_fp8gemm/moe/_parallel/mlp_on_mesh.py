@@ -7,91 +7,22 @@ quantised where they live, gathered as FP8, and their gradients summed in the re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._sharding.manual_axes import match_varying
-from jax_fp8gemm._sharding.rule import axes_of
 from jax_fp8gemm.moe._mlp_products import weights_both_ways
 from jax_fp8gemm.moe._mlp_specs import Specs
-from jax_fp8gemm.moe._parallel.mlp import ExpertSpec, backward, forward
-
-
-@dataclass(frozen=True)
-class MeshLayout:
-    """How the mesh cuts the layer's arrays, all along their first dimension.
-
-    Attributes:
-      mesh: of the caller.
-      token_axes: those that cut the tokens: all that are not manual.
-      expert_axes: those of them that cut the experts.
-    """
-
-    mesh: Any
-    token_axes: tuple[str, ...]
-    expert_axes: tuple[str, ...]
-
-    @property
-    def num_devices(self) -> int:
-        """Into how many parts the tokens are cut."""
-        return math.prod(self.mesh.shape[name] for name in self.token_axes)
-
-    @property
-    def num_expert_devices(self) -> int:
-        """Into how many the experts are cut."""
-        return math.prod(self.mesh.shape[name] for name in self.expert_axes)
-
-    @property
-    def tokens(self) -> PartitionSpec:
-        """Of an array of tokens, and of anything that each device has of its own."""
-        return PartitionSpec(self.token_axes)
-
-    @property
-    def experts(self) -> PartitionSpec:
-        """Of an array of experts."""
-        return PartitionSpec(self.expert_axes)
-
-    def map(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
-    ) -> Callable[..., Any]:
-        """`function` on each device's shards of operands, which are moved there first."""
-        sharded = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.token_axes),
-            check_vma=check_vma,
-        )
-
-        def run(*operands):
-            moved = [
-                jax.tree.map(partial(self.place, spec=spec), operand)
-                for spec, operand in zip(in_specs, operands, strict=True)
-            ]
-            # NOTE: without check_vma nothing varies over the axes of a shard_map around this one.
-            outer = jax.tree.leaves(moved)
-            return jax.tree.map(lambda y: match_varying(y, *outer)[0], sharded(*moved))
-
-        return run
-
-    def place(self, x: Any, spec: PartitionSpec) -> jax.Array:
-        """`x` as `spec` says over the Explicit axes; XLA moves it along the others."""
-        x = jnp.asarray(x)
-        explicit = set(self.mesh.abstract_mesh.explicit_axes)
-        if not explicit:
-            return x
-        dims = [tuple(name for name in axes_of(e) if name in explicit) or None for e in spec]
-        return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*dims)))
+from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
+from jax_fp8gemm.moe._parallel.layout import MeshLayout
+from jax_fp8gemm.moe._parallel.mlp import backward, forward
 
 
 def expert_mlp_on_mesh(

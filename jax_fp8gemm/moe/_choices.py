@@ -1,0 +1,62 @@
+"""Choices: the experts that tokens choose, and the rows that these choices make."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
+
+def sort_choices(
+    indices: Int32[Array, "m top_k"], num_experts: int
+) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
+    """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
+
+    Returns:
+      group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
+    """
+    expert = indices.reshape(-1)
+    expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    group_sizes = jnp.sum(expert[:, None] == experts[None], axis=0, dtype=jnp.int32)
+    choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    return group_sizes, choice, inverse(choice).reshape(indices.shape)
+
+
+def limit(
+    indices: Int32[Array, "m top_k"], num_experts: int, capacity: int
+) -> Int32[Array, "m top_k"]:
+    """`indices` with all choices of an expert but the first `capacity` made no expert."""
+    group_sizes, _, order = sort_choices(indices, num_experts)
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    expert = jnp.clip(indices, 0, num_experts - 1)
+    is_kept = order - take_rows(starts, expert) < capacity
+    return jnp.where(is_kept, indices, num_experts)
+
+
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows], all of which exist."""
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+def inverse(permutation: jax.Array) -> jax.Array:
+    rank = jnp.arange(permutation.size, dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
+
+
+def sum_of_rows(
+    rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
+) -> jax.Array:
+    """f32 sums over j of (weights[:, j] times) rows[order[:, j]], where has_row[:, j]."""
+    terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
+    if weights is not None:
+        terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
+    if has_row is not None:
+        terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
+    # One addition after another: a reduction would leave their order to XLA.
+    return functools.reduce(jnp.add, terms)

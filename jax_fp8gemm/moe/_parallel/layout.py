@@ -1,0 +1,162 @@
+"""MeshLayout: how a mesh cuts the arrays of an expert-parallel layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._sharding.manual_axes import match_varying
+from jax_fp8gemm._sharding.rule import axes_of
+from jax_fp8gemm.moe._parallel.exchange import NAMES
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """How the mesh cuts the layer's arrays, all along their first dimension.
+
+    Attributes:
+      mesh: of the caller.
+      token_axes: those that cut the tokens: all that are not manual.
+      expert_axes: those of them that cut the experts.
+    """
+
+    mesh: Any
+    token_axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Into how many parts the tokens are cut."""
+        return math.prod(self.mesh.shape[name] for name in self.token_axes)
+
+    @property
+    def num_expert_devices(self) -> int:
+        """Into how many the experts are cut."""
+        return math.prod(self.mesh.shape[name] for name in self.expert_axes)
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of an array of tokens, and of anything that each device has of its own."""
+        return PartitionSpec(self.token_axes)
+
+    @property
+    def experts(self) -> PartitionSpec:
+        """Of an array of experts."""
+        return PartitionSpec(self.expert_axes)
+
+    def map(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
+    ) -> Callable[..., Any]:
+        """`function` on each device's shards of operands, which are moved there first."""
+        sharded = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.token_axes),
+            check_vma=check_vma,
+        )
+
+        def run(*operands):
+            moved = [
+                jax.tree.map(partial(self.place, spec=spec), operand)
+                for spec, operand in zip(in_specs, operands, strict=True)
+            ]
+            # NOTE: without check_vma nothing varies over the axes of a shard_map around this one.
+            outer = jax.tree.leaves(moved)
+            return jax.tree.map(lambda y: match_varying(y, *outer)[0], sharded(*moved))
+
+        return run
+
+    def place(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        """`x` as `spec` says over the Explicit axes; XLA moves it along the others."""
+        x = jnp.asarray(x)
+        explicit = set(self.mesh.abstract_mesh.explicit_axes)
+        if not explicit:
+            return x
+        dims = [tuple(name for name in axes_of(e) if name in explicit) or None for e in spec]
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*dims)))
+
+
+def axis_names(op: str, expert_axis: Any, exchange: Any) -> tuple[str, ...]:
+    """The mesh axes that `expert_axis` names."""
+    names = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
+    if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{op}: expert_axis must be the name of a mesh axis, or a tuple of names; "
+            f"got {checks.short_repr(expert_axis)}"
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f"{op}: expert_axis must name each mesh axis once; got {checks.short_repr(expert_axis)}"
+        )
+    if not isinstance(exchange, str | None) or exchange not in (None, *NAMES):
+        raise ValueError(
+            f"{op}: exchange must be None or of {', '.join(NAMES)}; "
+            f"got {checks.short_repr(exchange)}"
+        )
+    return names
+
+
+def is_manual(names: tuple[str, ...]) -> bool:
+    """Whether the caller is inside a shard_map over these axes."""
+    return set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def lay_out(op: str, operands: tuple[Any, ...], names: tuple[str, ...], mesh: Any) -> MeshLayout:
+    """How a mesh cuts x (m, d), the router and the weights; raises where it cannot.
+
+    Tokens are cut along all axes of the mesh that the caller is not in a shard_map over already;
+    experts along those of `names`.
+    """
+    x, _, *weights = operands
+    mesh = _mesh_of(op, jax.tree.leaves(operands), mesh)
+    if unknown := sorted(set(names) - set(mesh.axis_names)):
+        raise ValueError(
+            f"{op}: expert_axis must name axes of the mesh, {', '.join(mesh.axis_names)}; "
+            f"got {', '.join(unknown)}"
+        )
+    token_axes = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+    if manual := sorted(set(names) - set(token_axes)):
+        raise ValueError(
+            f"{op}: expert_axis must name axes that all are, or all are not, those of a shard_map "
+            f"around the call; got {', '.join(names)}, of which {', '.join(manual)} are"
+        )
+    layout = MeshLayout(mesh, token_axes, names)
+    if x.shape[0] % layout.num_devices:
+        raise ValueError(
+            f"{op}: the tokens must divide evenly among the {layout.num_devices} devices of the "
+            f"mesh axes {', '.join(token_axes)}; got {x.shape[0]} tokens. Pad x, or call in a "
+            "shard_map."
+        )
+    if weights[0].shape[0] % layout.num_expert_devices:
+        raise ValueError(
+            f"{op}: the experts must divide evenly among the {layout.num_expert_devices} devices "
+            f"of expert_axis; got {weights[0].shape[0]}. Add experts that no token chooses, or put "
+            "expert_axis on another mesh axis."
+        )
+    return layout
+
+
+def _mesh_of(op: str, arrays: list[Any], mesh: Any) -> Any:
+    if mesh is not None:
+        return mesh
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty:
+        return current
+    for x in arrays:
+        on = getattr(jax.typeof(x).sharding, "mesh", None)
+        if on is not None and not on.empty:
+            return on
+    raise ValueError(
+        f"{op}: expert_axis must be an axis of a mesh; got none. Call within jax.set_mesh(mesh) or "
+        "a shard_map over the axis, or pass mesh=."
+    )

@@ -1,0 +1,94 @@
+"""The rows of one turn, forward and backward: the products of the experts of one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._primitives.gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.swiglu_quantize import swiglu, swiglu_quantize
+from jax_fp8gemm.moe._choices import sum_of_rows, take_rows
+from jax_fp8gemm.moe._mlp_products import (
+    Experts,
+    down_product,
+    gate_up_product,
+    hidden_gradient,
+    row_gradient,
+    weight_gradient,
+)
+from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
+from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
+
+
+def forward_turn(
+    spec: ExpertSpec, received: Received, turn: jax.Array | int, w: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """Returns weighted sums (r, d) over the rows of this turn, and gate_up."""
+    rows = rows_of_turn(received, turn, spec.rows)
+    gate_up = _gate_up(spec, received, rows, w)
+    out, _ = down_product(spec.products, gate_up, w, rows.groups, with_columns=False)
+    sums = sum_of_rows(out, rows.order, received.weights, rows.has_row)
+    return sums.astype(spec.products.into.lhs_dtype), gate_up
+
+
+def _gate_up(spec: ExpertSpec, received: Received, rows: Turn, w: Experts) -> jax.Array:
+    lhs = copy_rows(received.tokens, rows.token)
+    return gate_up_product(spec.products, lhs, w, rows.groups)
+
+
+def backward_turn(
+    spec: ExpertSpec,
+    received: Received,
+    douts: ScaledArray,
+    turn: jax.Array | int,
+    w: Experts,
+    gate_up: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns dx (r, d), dweights (r, top_k), dw_gate_up and dw_down, from the rows of this turn.
+
+    gate_up: None where it was not kept, and is computed again.
+    """
+    products = spec.products
+    rows = rows_of_turn(received, turn, spec.rows)
+    if gate_up is None:
+        # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
+        w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
+        gate_up = _gate_up(spec, received, rows, w._replace(gate_up=w_gate_up.T))
+    with jax.named_scope("dlhs"):
+        copies = copy_rows(douts, rows.token)
+    dh = hidden_gradient(products, copies, w, rows.groups).astype(jnp.float32)
+    dots = jnp.sum(swiglu(gate_up) * dh, axis=1)
+    dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
+    weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
+    dh = (dh * weights[:, None]).astype(gate_up.dtype)
+    dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
+    dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
+    dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns)
+    dw_down = _down_gradient(products.down, gate_up, douts, rows, weights)
+    return dx, dweights, dw_gate_up, dw_down
+
+
+def _gate_up_gradient(
+    spec: ProductSpec, tokens: ScaledArray, rows: Turn, da_columns: ScaledArray | None
+) -> jax.Array | None:
+    if spec.rhs_dtype is None:
+        return None
+    args = quantize_args(spec, spec.recipe.fwd)
+    (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode="column", **args)
+    return weight_gradient(spec, x_columns, da_columns, rows.groups)
+
+
+def _down_gradient(
+    spec: ProductSpec, gate_up: jax.Array, douts: ScaledArray, rows: Turn, weights: jax.Array
+) -> jax.Array | None:
+    if spec.rhs_dtype is None:
+        return None
+    fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
+    _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
+    (dout_columns,) = gather_quantize(
+        douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
+    )
+    return weight_gradient(spec, h_columns, dout_columns, rows.groups)
