@@ -13,84 +13,85 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._sharding.manual_axes import replicate
+from jax_fp8gemm.moe._options import OP
 from jax_fp8gemm.moe._route import check_scoring
 
 
-def check_options(op: str, router, top_k, scoring, normalize, capacity_factor) -> None:
-    checks.check_static(op, top_k=top_k, capacity_factor=capacity_factor)
-    checks.check_bool(op, normalize=normalize)
+def check_options(router, top_k, scoring, normalize, capacity_factor) -> None:
+    checks.check_static(OP, top_k=top_k, capacity_factor=capacity_factor)
+    checks.check_bool(OP, normalize=normalize)
     if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
         raise ValueError(
-            f"{op}: scoring and normalize must go with router logits; got scoring "
+            f"{OP}: scoring and normalize must go with router logits; got scoring "
             f"{checks.short_repr(scoring)}, normalize {normalize} with (indices, weights)"
         )
-    check_scoring(op, scoring)
+    check_scoring(OP, scoring)
     if capacity_factor is None:
         return
     if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
         got = checks.short_repr(capacity_factor)
-        raise TypeError(f"{op}: capacity_factor must be None or a number above 0; got {got}")
+        raise TypeError(f"{OP}: capacity_factor must be None or a number above 0; got {got}")
     if not capacity_factor > 0:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(
-            f"{op}: capacity_factor must be None or above 0; "
+            f"{OP}: capacity_factor must be None or above 0; "
             f"got {checks.short_repr(capacity_factor)}"
         )
 
 
-def check_mesh(op: str, expert_axis, exchange, mesh) -> None:
+def check_mesh(expert_axis, exchange, mesh) -> None:
     if expert_axis is None and (exchange is not None or mesh is not None):
         raise ValueError(
-            f"{op}: exchange and mesh must go with expert_axis; got exchange "
+            f"{OP}: exchange and mesh must go with expert_axis; got exchange "
             f"{checks.short_repr(exchange)}, mesh {checks.short_repr(mesh)} without"
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
-        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
+        raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
 
 
-def fold_router(op: str, router: Any, x: Any, top_k: int | None) -> Any:
+def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
     """Logits (m, num_experts), or indices and weights (m, top_k)."""
     if not isinstance(router, tuple | list):
         if top_k is None:
-            raise ValueError(f"{op}: top_k must go with router logits; got None")
+            raise ValueError(f"{OP}: top_k must go with router logits; got None")
         router = checks.as_array(router)
-        checks.check_array(op, "router", router)
-        checks.check_dtype(op, "router", router, formats.FLOAT_DTYPES)
-        return fold(op, "router", router, x)
+        checks.check_array(OP, "router", router)
+        checks.check_dtype(OP, "router", router, formats.FLOAT_DTYPES)
+        return fold("router", router, x)
     if len(router) != 2:
         raise ValueError(
-            f"{op}: router must be logits or (indices, weights); got {len(router)} arrays"
+            f"{OP}: router must be logits or (indices, weights); got {len(router)} arrays"
         )
     indices, weights = map(checks.as_array, router)
-    checks.check_array(op, "indices", indices)
-    checks.check_integers(op, "indices", indices)
+    checks.check_array(OP, "indices", indices)
+    checks.check_integers(OP, "indices", indices)
     # Saturated where they are, or int64 beyond int32 would wrap to an expert.
-    indices = fold(op, "indices", as_int32(indices, lowest=-1), x)
-    checks.check_array(op, "weights", weights)
-    checks.check_dtype(op, "weights", weights, formats.FLOAT_DTYPES)
-    weights = fold(op, "weights", weights, x)
+    indices = fold("indices", as_int32(indices, lowest=-1), x)
+    checks.check_array(OP, "weights", weights)
+    checks.check_dtype(OP, "weights", weights, formats.FLOAT_DTYPES)
+    weights = fold("weights", weights, x)
     if weights.shape != indices.shape:
         raise ValueError(
-            f"{op}: weights must be one for each of indices {checks.short_type(indices)}; "
+            f"{OP}: weights must be one for each of indices {checks.short_type(indices)}; "
             f"got weights {checks.short_type(weights)}"
         )
     if indices.shape[1] == 0:
-        raise ValueError(f"{op}: indices must name at least one expert of a token; got top_k 0")
+        raise ValueError(f"{OP}: indices must name at least one expert of a token; got top_k 0")
     if top_k not in (None, indices.shape[1]):
         raise ValueError(
-            f"{op}: top_k must be None or that of indices {checks.short_type(indices)}; got {top_k}"
+            f"{OP}: top_k must be None or that of indices {checks.short_type(indices)}; got {top_k}"
         )
     return indices, weights
 
 
-def fold(op: str, name: str, part: Any, x: Any) -> jax.Array:
+def fold(name: str, part: Any, x: Any) -> jax.Array:
     """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
     part = checks.as_array(part)
-    checks.check_array(op, name, part)
+    checks.check_array(OP, name, part)
     if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{op}: {name} must have the leading dimensions of x; "
+            f"{OP}: {name} must have the leading dimensions of x; "
             f"got {name} {checks.short_type(part)}, x {checks.short_type(x)}"
         )
     # Explicit mesh axes may go on cutting the first dimension.
-    part = replicate(op, jnp.asarray(part), from_dim=1)
+    part = replicate(OP, jnp.asarray(part), from_dim=1)
     return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])

@@ -15,26 +15,17 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Format, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu
 from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
-from jax_fp8gemm.moe._mlp_products import (
-    Columns,
-    Experts,
-    Residuals,
-    backward,
-    forward,
-    transposed_weights,
-    weights_both_ways,
-)
+from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._mlp_specs import (
     Specs,
     check_experts,
@@ -42,14 +33,14 @@ from jax_fp8gemm.moe._mlp_specs import (
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import Groups, Weights
+from jax_fp8gemm.moe._operands import Groups, Weights, without_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _OP = "moe_mlp"
 # The columns of x, what the products keep, the weights, and the groups.
-_Kept: TypeAlias = tuple[ScaledArray | None, Residuals, Experts, Groups]
+_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, Groups]
 
 
 @naming_devices
@@ -98,8 +89,7 @@ def moe_mlp(
     _groups.check_rows(_OP, x, x.shape[0], group_sizes)
     check_num_experts(_OP, w_gate_up.shape[0], w_gate_up)
     specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)
-    w_gate_up = without_gradient(_OP, "w_gate_up", w_gate_up)
-    w_down = without_gradient(_OP, "w_down", w_down)
+    w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
     operands = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), (x, w_gate_up, w_down))
     groups = Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
     operands = match_varying(*operands, groups)
@@ -150,31 +140,31 @@ def _mlp(
     specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
 ) -> jax.Array:
     rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
-    w = transposed_weights(specs, w_gate_up, w_down)
-    return forward(specs, rows, w, groups, is_differentiated=False)[0]
+    w = products.transposed_weights(specs, w_gate_up, w_down)
+    return products.forward(specs, rows, w, groups, is_differentiated=False)[0]
 
 
 def _mlp_fwd(
     specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
 ) -> tuple[jax.Array, _Kept]:
-    kept, w = weights_both_ways(specs, w_gate_up, w_down)
+    kept, w = products.weights_both_ways(specs, w_gate_up, w_down)
     rows, x_columns = _rows_and_columns(specs.into, specs.into.recipe.fwd, x, groups)
-    out, residuals = forward(specs, rows, w, groups, is_differentiated=True)
+    out, residuals = products.forward(specs, rows, w, groups, is_differentiated=True)
     return out, (name_residual("lhs", x_columns), residuals, kept, groups)
 
 
 def _mlp_bwd(specs: Specs, kept: _Kept, dout: jax.Array) -> tuple[Any, ...]:
     x_columns, residuals, w, groups = kept
     douts, dout_columns = _rows_and_columns(specs.down, specs.into.recipe.bwd, dout, groups)
-    columns = Columns(x_columns, dout_columns)
-    return *backward(specs, residuals, w, douts, columns, groups), None
+    columns = products.Columns(x_columns, dout_columns)
+    return *products.backward(specs, residuals, w, douts, columns, groups), None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 def _rows_and_columns(
-    spec: ProductSpec, fmt: Any, x: jax.Array, groups: Groups
+    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: Groups
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises x along its last dimension, and along the tokens of each group if needed.
 

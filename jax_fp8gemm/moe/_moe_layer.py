@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.devices import naming_devices
@@ -20,7 +20,8 @@ from jax_fp8gemm._sharding.manual_axes import settle
 from jax_fp8gemm.moe._layer_arguments import check_mesh, check_options, fold, fold_router
 from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._mlp_specs import check_experts
-from jax_fp8gemm.moe._options import LayerOptions
+from jax_fp8gemm.moe._operands import Inputs, Operands
+from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import AxisName, Name
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
@@ -47,7 +48,7 @@ def moe_layer(
     expert_axis: AxisName | None = None,
     exchange: Name | None = None,
     capacity_factor: float | None = None,
-    mesh: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, "*batch d"]:
     """Sends each token through top_k experts and adds up their results by weight.
 
@@ -80,46 +81,51 @@ def moe_layer(
       arguments that do not go together, or tokens or experts that do not divide evenly.
       TypeError: mesh, capacity_factor, anything but the arrays traced.
     """
-    op = "moe_layer"
     x, w_gate_up, w_down = map(checks.as_array, (x, w_gate_up, w_down))
-    check_options(op, router, top_k, scoring, normalize, capacity_factor)
-    check_mesh(op, expert_axis, exchange, mesh)
-    check_recipe(op, recipe)
-    checks.check_implementation(op, implementation)
-    check_unquantised(op, "x", x)
-    checks.check_min_ndim(op, "x", x, 1, "(..., d)")
-    tokens = fold(op, "x", x, x)
-    check_experts(op, tokens, w_gate_up, w_down)
-    router = fold_router(op, router, x, top_k)
-    top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(op, top_k, router)
-    check_top_k(op, top_k, x)
+    check_options(router, top_k, scoring, normalize, capacity_factor)
+    check_mesh(expert_axis, exchange, mesh)
+    check_recipe(OP, recipe)
+    checks.check_implementation(OP, implementation)
+    check_unquantised(OP, "x", x)
+    checks.check_min_ndim(OP, "x", x, 1, "(..., d)")
+    tokens = fold("x", x, x)
+    check_experts(OP, tokens, w_gate_up, w_down)
+    router = fold_router(router, x, top_k)
+    top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(OP, top_k, router)
+    check_top_k(OP, top_k, x)
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
-    checks.check_count(op, "tokens * top_k + 127 num_experts", num_columns, x)
+    checks.check_count(OP, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
-    run = partial(_run, op, options, expert_axis, exchange, mesh)
+    run = partial(_run, options, expert_axis, exchange, mesh)
     if recipe.is_fused:
-        run = partial(reverse_mode, op, run)
-    return _unfold(run(tokens, router, w_gate_up, w_down), x)
+        run = partial(reverse_mode, OP, run)
+    return _unfold(run(Inputs(tokens, router, w_gate_up, w_down)), x)
 
 
-def _run(op: str, options: LayerOptions, expert_axis, exchange, mesh, *operands: Any) -> jax.Array:
-    """The layer on tokens (m, d), a router of as many, and weights."""
-    tokens, router, w_gate_up, w_down = operands
+def _run(
+    options: LayerOptions,
+    expert_axis: AxisName | None,
+    exchange: Name | None,
+    mesh: Mesh | AbstractMesh | None,
+    inputs: Inputs,
+) -> jax.Array:
+    """Runs the layer on one device or, with an expert_axis, on many."""
+    x, router, w_gate_up, w_down = inputs
     if expert_axis is None:
-        indices, weights = options.choose(op, router, w_gate_up.shape[0])
-        return local_layer(options, tokens, indices, weights, w_gate_up, w_down)
-    w_gate_up, w_down = jax.tree.map(lambda w: settle(op, w), (w_gate_up, w_down))
-    operands = tokens, router, w_gate_up, w_down
-    names = axis_names(op, expert_axis, exchange)
+        indices, weights = options.choose(router, w_gate_up.shape[0])
+        return local_layer(options, Operands(x, weights, w_gate_up, w_down, indices))
+    w_gate_up, w_down = jax.tree.map(lambda w: settle(OP, w), (w_gate_up, w_down))
+    names = axis_names(expert_axis, exchange)
+    inputs = Inputs(x, router, w_gate_up, w_down)
     if not is_manual(names):
-        layout = lay_out(op, operands, names, mesh)
-        return expert_parallel_on_mesh(op, options, layout, exchange, operands)
+        layout = lay_out(inputs, names, mesh)
+        return expert_parallel_on_mesh(options, layout, exchange, inputs)
     if mesh is not None:
         raise ValueError(
-            f"{op}: mesh must be None inside a shard_map over expert_axis; "
+            f"{OP}: mesh must be None inside a shard_map over expert_axis; "
             f"got {checks.short_repr(mesh)}"
         )
-    return expert_parallel(op, options, names, exchange, operands)
+    return expert_parallel(options, names, exchange, inputs)
 
 
 def _unfold(out: jax.Array, x: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The arrays that the functions of a mixture of experts take, and how they are grouped."""
+"""Operands: the arrays of a mixture-of-experts layer, and the groups of their rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.weights import without_gradient
 
 # What a caller passes as weights. A ScaledArray is quantised already and has no gradient.
 Weights: TypeAlias = jax.Array | ScaledArray
+# Logits (m, num_experts), or the indices and the weights of choices made elsewhere.
+Router: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Groups(NamedTuple):
@@ -28,3 +31,46 @@ class Groups(NamedTuple):
     def of_sizes(cls, sizes: jax.Array) -> Groups:
         """Returns groups of these sizes, the first of which starts at row 0."""
         return cls(sizes, jnp.zeros((1,), jnp.int32))
+
+
+class Inputs(NamedTuple):
+    """The checked arrays that moe_layer is given, with the leading dimensions of x as one.
+
+    Attributes:
+      x: (m, d), the tokens.
+      router: for each token its logits, or its choices.
+      w_gate_up: (experts, d, 2 f), the weights of the experts.
+      w_down: (experts, f, d), likewise.
+    """
+
+    x: jax.Array
+    router: Router
+    w_gate_up: Weights
+    w_down: Weights
+
+
+class Operands(NamedTuple):
+    """The arrays of a layer whose tokens have chosen their experts.
+
+    Attributes:
+      x: (m, d), the tokens.
+      weights: (m, top_k), the weight of each choice.
+      w_gate_up: (experts, d, 2 f), the weights of the experts.
+      w_down: (experts, f, d), likewise.
+      indices: (m, top_k) int32, the expert of each choice. Any number that is not an expert's is no
+        expert.
+    """
+
+    x: jax.Array
+    weights: jax.Array
+    w_gate_up: Weights
+    w_down: Weights
+    indices: jax.Array
+
+
+def without_gradients(op: str, w_gate_up: Weights, w_down: Weights) -> tuple[Weights, Weights]:
+    """Returns the weights; a ScaledArray among them raises TypeError if it is differentiated."""
+    return (
+        without_gradient(op, "w_gate_up", w_gate_up),
+        without_gradient(op, "w_down", w_down),
+    )

@@ -1,5 +1,4 @@
-"""LayerOptions: the static arguments of moe_layer but those of the mesh, and what follows from them
-alone."""
+"""LayerOptions: the static arguments of moe_layer that do not concern the mesh."""
 
 from __future__ import annotations
 
@@ -13,12 +12,15 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
 from jax_fp8gemm.moe._choices import limit
+from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._route import Scoring, route
+
+OP = "moe_layer"  # the name of the layer in its errors
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Arguments of moe_layer, checked. Hashable: a static argument of jitted functions."""
+    """The checked arguments of moe_layer; hashable, so that a jitted function may take them."""
 
     top_k: int
     scoring: Scoring
@@ -27,8 +29,11 @@ class LayerOptions:
     recipe: Recipe
     implementation: Implementation
 
-    def choose(self, op: str, router: Any, num_experts: int) -> tuple[jax.Array, jax.Array]:
-        """Indices and weights (m, top_k), of the choices that the experts take."""
+    def choose(self, router: Router, num_experts: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the indices and the weights of the choices, each (m, top_k).
+
+        A choice beyond the capacity of its expert has the index of no expert.
+        """
         if isinstance(router, tuple):
             indices, weights = router
         elif router.shape[1] == num_experts:
@@ -36,7 +41,7 @@ class LayerOptions:
             indices, weights = route(router, self.top_k, **how)
         else:
             raise ValueError(
-                f"{op}: router must have one logit for each of the {num_experts} experts of "
+                f"{OP}: router must have one logit for each of the {num_experts} experts of "
                 f"w_gate_up; got router {checks.short_type(router)}. In a shard_map over "
                 "expert_axis, w_gate_up holds the experts of one device."
             )
@@ -44,7 +49,7 @@ class LayerOptions:
         return indices if most is None else limit(indices, num_experts, most), weights
 
     def capacity(self, num_choices: int, num_experts: int) -> int | None:
-        """How many of these choices an expert takes; None: all."""
+        """Returns how many of these choices an expert takes at most; None if it takes all."""
         if self.capacity_factor in (None, math.inf):
             return None
         if self.capacity_factor >= num_experts:  # and the product may be beyond any float

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._parallel.ragged_all_to_all import ragged_all_to_all
 from jax_fp8gemm.moe._parallel.slots import add_parts, assign_slots, pack, unpack
 
+# A pytree of arrays. Each exchange makes plans of a kind of its own.
+Plan: TypeAlias = Any
 AxisName = str | tuple[str, ...]
 Name = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
 NAMES: tuple[Name, ...] = ("all_gather", "all_to_all", "ragged_all_to_all")
@@ -63,19 +65,21 @@ class Exchange:
         """Rows of a received array."""
         return self.size * self.slots
 
-    def plan(self, devices: jax.Array) -> Any:
+    def plan(self, devices: jax.Array) -> Plan:
         """Where each token goes, given the devices of its choices (t, top_k); p is none."""
         raise NotImplementedError
 
-    def num_turns(self, plan: Any) -> jax.Array | int:
+    def num_turns(self, plan: Plan) -> jax.Array | int:
         """Turns until all tokens are sent: the same on all devices of the axis."""
         return 1
 
-    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+    def send(
+        self, plan: Plan, turn: jax.Array | int, x: jax.Array, empty: int | None = None
+    ) -> jax.Array:
         """x (t, ...) as received; `empty` fills rows that no token has, None: with anything."""
         raise NotImplementedError
 
-    def give_back(self, plan: Any, turn: Any, y: jax.Array | ScaledArray) -> jax.Array:
+    def give_back(self, plan: Plan, turn: jax.Array | int, y: jax.Array | ScaledArray) -> jax.Array:
         """f32 sums (t, ...) over the devices that had the token of y, in rows as received."""
         if not isinstance(y, ScaledArray):
             return add_parts(self.parts(plan, turn, y))
@@ -83,52 +87,56 @@ class Exchange:
         parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
         return add_parts([part.dequantize(jnp.float32) for part in parts])
 
-    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+    def parts(self, plan: Plan, turn: jax.Array | int, y: jax.Array) -> Sequence[jax.Array]:
         """What each device has for the tokens (t, ...), zero where it had not the token."""
         raise NotImplementedError
 
 
 class _AllGather(Exchange):
-    def plan(self, devices: jax.Array) -> Any:
+    def plan(self, devices: jax.Array) -> Plan:
         return None
 
-    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+    def send(
+        self, plan: Plan, turn: jax.Array | int, x: jax.Array, empty: int | None = None
+    ) -> jax.Array:
         return lax.all_gather(x, self.axis, tiled=True)
 
-    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+    def parts(self, plan: Plan, turn: jax.Array | int, y: jax.Array) -> Sequence[jax.Array]:
         # Not psum_scatter, which adds in the dtype of y and in an order of its own.
         parts = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
         return list(parts.reshape(self.size, self.tokens, *y.shape[1:]))
 
 
 class _AllToAll(Exchange):
-    def plan(self, devices: jax.Array) -> Any:
+    def plan(self, devices: jax.Array) -> Plan:
         return assign_slots(devices, self.size)
 
-    def num_turns(self, plan: Any) -> jax.Array | int:
+    def num_turns(self, plan: Plan) -> jax.Array | int:
         if self.has_one_turn:
             return 1
         _, counts = plan
         return lax.pmax(-(-counts.max() // self.slots), self.axis)
 
-    def _positions(self, plan: Any, turn: Any) -> tuple[jax.Array, jax.Array]:
+    def _positions(self, plan: Plan, turn: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """The row of each token for each device, and whether it has one in this turn."""
         slot = plan[0] - turn * self.slots
         has_one = (slot >= 0) & (slot < self.slots)
         return jnp.arange(self.size, dtype=jnp.int32)[None] * self.slots + slot, has_one
 
-    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+    def send(
+        self, plan: Plan, turn: jax.Array | int, x: jax.Array, empty: int | None = None
+    ) -> jax.Array:
         positions, has_one = self._positions(plan, turn)
         rows = pack(x, positions, has_one, self.received, empty)
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
-    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+    def parts(self, plan: Plan, turn: jax.Array | int, y: jax.Array) -> Sequence[jax.Array]:
         rows = lax.all_to_all(y, self.axis, 0, 0, tiled=True)
         return unpack(rows, *self._positions(plan, turn))
 
 
 class _RaggedAllToAll(Exchange):
-    def plan(self, devices: jax.Array) -> Any:
+    def plan(self, devices: jax.Array) -> Plan:
         slot, counts = assign_slots(devices, self.size)
         starts = jnp.cumsum(counts) - counts
         sent = lax.all_gather(counts, self.axis)  # by sender and receiver
@@ -147,13 +155,15 @@ class _RaggedAllToAll(Exchange):
         """Rows that hold all that a device sends."""
         return self.tokens * min(self.size, self.top_k)
 
-    def send(self, plan: Any, turn: Any, x: jax.Array, empty: Any = None) -> jax.Array:
+    def send(
+        self, plan: Plan, turn: jax.Array | int, x: jax.Array, empty: int | None = None
+    ) -> jax.Array:
         (positions, has_one), how, _ = plan
         rows = pack(x, positions, has_one, self._sent, empty)
         out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
         return ragged_all_to_all(rows, out, how, self.axis)
 
-    def parts(self, plan: Any, turn: Any, y: jax.Array) -> Sequence[jax.Array]:
+    def parts(self, plan: Plan, turn: jax.Array | int, y: jax.Array) -> Sequence[jax.Array]:
         positions, _, how = plan
         out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
         return unpack(ragged_all_to_all(y, out, how, self.axis), *positions)

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm._sharding.rule import axes_of
+from jax_fp8gemm.moe._operands import Inputs
+from jax_fp8gemm.moe._options import OP
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 
@@ -28,7 +30,7 @@ class MeshLayout:
       expert_axes: those of them that cut the experts.
     """
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     token_axes: tuple[str, ...]
     expert_axes: tuple[str, ...]
 
@@ -86,21 +88,21 @@ class MeshLayout:
         return jax.sharding.reshard(x, NamedSharding(self.mesh, PartitionSpec(*dims)))
 
 
-def axis_names(op: str, expert_axis: Any, exchange: Any) -> tuple[str, ...]:
+def axis_names(expert_axis: Any, exchange: Any) -> tuple[str, ...]:
     """The mesh axes that `expert_axis` names."""
     names = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
     if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(
-            f"{op}: expert_axis must be the name of a mesh axis, or a tuple of names; "
+            f"{OP}: expert_axis must be the name of a mesh axis, or a tuple of names; "
             f"got {checks.short_repr(expert_axis)}"
         )
     if len(set(names)) != len(names):
         raise ValueError(
-            f"{op}: expert_axis must name each mesh axis once; got {checks.short_repr(expert_axis)}"
+            f"{OP}: expert_axis must name each mesh axis once; got {checks.short_repr(expert_axis)}"
         )
     if not isinstance(exchange, str | None) or exchange not in (None, *NAMES):
         raise ValueError(
-            f"{op}: exchange must be None or of {', '.join(NAMES)}; "
+            f"{OP}: exchange must be None or of {', '.join(NAMES)}; "
             f"got {checks.short_repr(exchange)}"
         )
     return names
@@ -111,52 +113,50 @@ def is_manual(names: tuple[str, ...]) -> bool:
     return set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def lay_out(op: str, operands: tuple[Any, ...], names: tuple[str, ...], mesh: Any) -> MeshLayout:
+def lay_out(inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> MeshLayout:
     """How a mesh cuts x (m, d), the router and the weights; raises where it cannot.
 
     Tokens are cut along all axes of the mesh that the caller is not in a shard_map over already;
     experts along those of `names`.
     """
-    x, _, *weights = operands
-    mesh = _mesh_of(op, jax.tree.leaves(operands), mesh)
+    num_tokens, num_experts = inputs.x.shape[0], inputs.w_gate_up.shape[0]
+    mesh = _mesh_of(inputs) if mesh is None else mesh
     if unknown := sorted(set(names) - set(mesh.axis_names)):
         raise ValueError(
-            f"{op}: expert_axis must name axes of the mesh, {', '.join(mesh.axis_names)}; "
+            f"{OP}: expert_axis must name axes of the mesh, {', '.join(mesh.axis_names)}; "
             f"got {', '.join(unknown)}"
         )
     token_axes = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
     if manual := sorted(set(names) - set(token_axes)):
         raise ValueError(
-            f"{op}: expert_axis must name axes that all are, or all are not, those of a shard_map "
+            f"{OP}: expert_axis must name axes that all are, or all are not, those of a shard_map "
             f"around the call; got {', '.join(names)}, of which {', '.join(manual)} are"
         )
     layout = MeshLayout(mesh, token_axes, names)
-    if x.shape[0] % layout.num_devices:
+    if num_tokens % layout.num_devices:
         raise ValueError(
-            f"{op}: the tokens must divide evenly among the {layout.num_devices} devices of the "
-            f"mesh axes {', '.join(token_axes)}; got {x.shape[0]} tokens. Pad x, or call in a "
+            f"{OP}: the tokens must divide evenly among the {layout.num_devices} devices of the "
+            f"mesh axes {', '.join(token_axes)}; got {num_tokens} tokens. Pad x, or call in a "
             "shard_map."
         )
-    if weights[0].shape[0] % layout.num_expert_devices:
+    if num_experts % layout.num_expert_devices:
         raise ValueError(
-            f"{op}: the experts must divide evenly among the {layout.num_expert_devices} devices "
-            f"of expert_axis; got {weights[0].shape[0]}. Add experts that no token chooses, or put "
+            f"{OP}: the experts must divide evenly among the {layout.num_expert_devices} devices "
+            f"of expert_axis; got {num_experts}. Add experts that no token chooses, or put "
             "expert_axis on another mesh axis."
         )
     return layout
 
 
-def _mesh_of(op: str, arrays: list[Any], mesh: Any) -> Any:
-    if mesh is not None:
-        return mesh
+def _mesh_of(inputs: Inputs) -> Mesh | AbstractMesh:
     current = jax.sharding.get_abstract_mesh()
     if not current.empty:
         return current
-    for x in arrays:
+    for x in jax.tree.leaves(inputs):
         on = getattr(jax.typeof(x).sharding, "mesh", None)
         if on is not None and not on.empty:
             return on
     raise ValueError(
-        f"{op}: expert_axis must be an axis of a mesh; got none. Call within jax.set_mesh(mesh) or "
+        f"{OP}: expert_axis must be an axis of a mesh; got none. Call within jax.set_mesh(mesh) or "
         "a shard_map over the axis, or pass mesh=."
     )

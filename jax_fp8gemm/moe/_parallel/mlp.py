@@ -24,43 +24,68 @@ turn is kept for the backward pass; that of the others is computed again.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
+from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
+from jax_fp8gemm._ops.product_spec import name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
+from jax_fp8gemm.moe._operands import Operands
+from jax_fp8gemm.moe._parallel.exchange import Plan
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, add_turns
-from jax_fp8gemm.moe._parallel.turn import backward_turn, forward_turn
+from jax_fp8gemm.moe._parallel.turn import Gradients, backward_turn, forward_turn
+
+
+class Sent(NamedTuple):
+    """What a device sends of its tokens: their values, and the weights and experts of choices."""
+
+    tokens: ScaledArray
+    weights: jax.Array
+    indices: jax.Array
+
+
+class Kept(NamedTuple):
+    """What `forward` keeps for `backward`.
+
+    Attributes:
+      received: what this device received in the first turn of the exchange.
+      gate_up: the product of the first turn of rows.
+      plan: the plan of the exchange.
+      sent: what is sent once more in the later turns of the exchange; None if there are none.
+    """
+
+    received: Received
+    gate_up: jax.Array
+    plan: Plan
+    sent: Sent | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def expert_mlp(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices) -> jax.Array:
-    """The weighted sum over the choices of each token of its experts' results, (t, d).
+def expert_mlp(spec: ExpertSpec, operands: Operands) -> jax.Array:
+    """Returns the weighted sum (t, d) of the results of each token's experts.
 
-    Args:
-      x: (t, d), the tokens of this device.
-      weights, indices: (t, top_k), of their choices; experts are numbered along the axis, any
-        other number is no expert.
-      w_gate_up, w_down: (experts, d, 2 f) and (experts, f, d), the experts of this device.
+    operands: the tokens and the experts of this device. Experts are numbered along the axis.
     """
-    return _expert_mlp_fwd(spec, x, weights, w_gate_up, w_down, indices)[0]
+    return _expert_mlp_fwd(spec, operands)[0]
 
 
-def _expert_mlp_fwd(spec: ExpertSpec, x, weights, w_gate_up: Any, w_down: Any, indices):
-    kept, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
-    out, residuals = forward(spec, x, weights, transposed, indices)
-    return out, (residuals, kept)
+def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tuple[Kept, Experts]]:
+    x, weights, w_gate_up, w_down, indices = operands
+    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
+    out, kept = forward(spec, x, weights, transposed, indices)
+    return out, (kept, w)
 
 
-def _expert_mlp_bwd(spec: ExpertSpec, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
-    kept, w = residuals
-    return (*backward(spec, kept, w, dout), None)
+def _expert_mlp_bwd(
+    spec: ExpertSpec, residuals: tuple[Kept, Experts], dout: jax.Array
+) -> tuple[Operands]:
+    return (Operands._make((*backward(spec, *residuals, dout), None)),)
 
 
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
@@ -68,73 +93,74 @@ expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
 
 def forward(
     spec: ExpertSpec, x: jax.Array, weights: jax.Array, w: Experts, indices: jax.Array
-) -> tuple[jax.Array, Any]:
-    """The result of expert_mlp, with transposed weights, and what the backward pass needs."""
+) -> tuple[jax.Array, Kept]:
+    """Returns the result of expert_mlp, by transposed weights, and what `backward` needs."""
     exchange = spec.exchange
-    tokens = quantize(x, **_travel_args(spec.products.into, spec.products.into.recipe.fwd))
-    plan = exchange.plan(indices // spec.experts)
-    sent = tokens, weights, indices
+    fmt = spec.products.into.recipe.fwd
+    plan = exchange.plan(indices // spec.num_local_experts)
+    sent = Sent(_quantize_to_send(spec, fmt, x), weights, indices)
 
-    def run(turn: Any) -> tuple[jax.Array, Received, jax.Array]:
-        received = _receive(spec, plan, turn, *sent)
-        partial_sums, gate_up = forward_turn(spec, received, 0, w)
+    def run(turn: jax.Array | int) -> tuple[jax.Array, Received, jax.Array]:
+        received = _receive(spec, plan, turn, sent)
+        sums, gate_up = forward_turn(spec, received, 0, w)
         step = lambda turn: forward_turn(spec, received, turn, w)[0]
-        partial_sums = add_turns(partial_sums, _num_turns(spec, received), step)
-        partial_sums = _to_give_back(spec, spec.products.into.recipe.fwd, partial_sums)
-        return exchange.give_back(plan, turn, partial_sums), received, gate_up
+        sums = add_turns(sums, _num_turns(spec, received), step)
+        return _give_back(spec, plan, turn, fmt, sums), received, gate_up
 
     out, received, gate_up = run(0)
     out = add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
-    kept = name_residual("lhs", received), name_residual("out", gate_up)
-    # What is sent again in the turns after the first.
+    received, gate_up = name_residual("lhs", received), name_residual("out", gate_up)
     again = None if exchange.has_one_turn else name_residual("lhs", sent)
-    return name_residual("out", out), (*kept, plan, again)
+    return name_residual("out", out), Kept(received, gate_up, plan, again)
 
 
-def backward(
-    spec: ExpertSpec, residuals: Any, w: Experts, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradients of x, weights, w_gate_up and w_down."""
-    received, gate_up, plan, sent = residuals
-    exchange = spec.exchange
-    quantised = quantize(dout, **_travel_args(spec.products.down, spec.products.down.recipe.bwd))
+def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
+    """Returns the gradients of x, weights, w_gate_up and w_down."""
+    exchange, plan = spec.exchange, kept.plan
+    fmt = spec.products.into.recipe.bwd
+    quantised = _quantize_to_send(spec, fmt, dout)
 
-    def run(turn: Any, received: Received, gate_up: jax.Array | None) -> tuple[Any, ...]:
-        send = lambda x: exchange.send(plan, turn, x)
+    def run(turn: jax.Array | int, received: Received, gate_up: jax.Array | None) -> Gradients:
+        send = partial(exchange.send, plan, turn)
         douts = ScaledArray(send(quantised.values), send(quantised.scale))
         first = backward_turn(spec, received, douts, 0, w, gate_up)
         step = lambda turn: backward_turn(spec, received, douts, turn, w, None)
-        dx, dweights, *drhs = add_turns(first, _num_turns(spec, received), step)
-        give_back = lambda x: exchange.give_back(plan, turn, x)
-        dx = _to_give_back(spec, spec.products.into.recipe.bwd, dx)
-        return give_back(dx), give_back(dweights), *drhs
+        sums = add_turns(first, _num_turns(spec, received), step)
+        dx = _give_back(spec, plan, turn, fmt, sums.x)
+        return sums._replace(x=dx, weights=exchange.give_back(plan, turn, sums.weights))
 
-    first = run(0, received, gate_up)
-    step = lambda turn: run(turn, _receive(spec, plan, turn, *sent), None)
-    dx, dweights, *drhs = add_turns(first, exchange.num_turns(plan), step)
-    return dx.astype(spec.products.into.lhs_dtype), dweights.astype(received.weights.dtype), *drhs
+    def run_later(turn: jax.Array) -> Gradients:
+        assert kept.sent is not None
+        return run(turn, _receive(spec, plan, turn, kept.sent), None)
 
-
-def _travel_args(spec: ProductSpec, fmt: Any) -> dict[str, Any]:
-    return quantize_args(spec, fmt) | dict(pow2_scale=True)
-
-
-def _to_give_back(spec: ExpertSpec, fmt: Any, x: jax.Array) -> jax.Array | ScaledArray:
-    """`x`, results or their gradients, as it travels back."""
-    return (
-        quantize(x, **_travel_args(spec.products.into, fmt))
-        if spec.products.into.recipe.fp8_combine
-        else x
-    )
+    first = run(0, kept.received, kept.gate_up)
+    sums = add_turns(first, exchange.num_turns(plan), run_later)
+    dx = sums.x.astype(spec.products.into.lhs_dtype)
+    return sums._replace(x=dx, weights=sums.weights.astype(kept.received.weights.dtype))
 
 
-def _receive(spec: ExpertSpec, plan: Any, turn: Any, tokens, weights, indices) -> Received:
+def _quantize_to_send(spec: ExpertSpec, fmt: Format | None, x: jax.Array) -> ScaledArray:
+    args: dict[str, Any] = quantize_args(spec.products.into, fmt) | dict(pow2_scale=True)
+    return quantize(x, **args)
+
+
+def _give_back(
+    spec: ExpertSpec, plan: Plan, turn: jax.Array | int, fmt: Format | None, y: jax.Array
+) -> jax.Array:
+    """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
+    is_quantised = spec.products.into.recipe.fp8_combine
+    back = _quantize_to_send(spec, fmt, y) if is_quantised else y
+    return spec.exchange.give_back(plan, turn, back)
+
+
+def _receive(spec: ExpertSpec, plan: Plan, turn: jax.Array | int, sent: Sent) -> Received:
     send = partial(spec.exchange.send, plan, turn)
-    local = send(indices, empty=-1) - lax.axis_index(spec.exchange.axis) * spec.experts
-    tokens = ScaledArray(send(tokens.values), send(tokens.scale))
-    return Received(tokens, send(weights), *sort_choices(local, spec.experts))
+    experts = send(sent.indices, empty=-1)
+    local = experts - lax.axis_index(spec.exchange.axis) * spec.num_local_experts
+    tokens = ScaledArray(send(sent.tokens.values), send(sent.tokens.scale))
+    return Received(tokens, send(sent.weights), *sort_choices(local, spec.num_local_experts))
 
 
 def _num_turns(spec: ExpertSpec, received: Received) -> jax.Array | int:
-    """Turns until all rows are computed."""
+    """Returns the number of turns until all received rows are computed."""
     return 1 if spec.has_one_turn else -(-received.sizes.sum() // spec.rows)

@@ -9,83 +9,99 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._sharding.manual_axes import match_varying
-from jax_fp8gemm.moe._mlp_products import weights_both_ways
+from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
 from jax_fp8gemm.moe._mlp_specs import Specs
+from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
-from jax_fp8gemm.moe._parallel.mlp import backward, forward
+from jax_fp8gemm.moe._parallel.mlp import Kept, backward, forward
+from jax_fp8gemm.moe._parallel.turn import Gradients
+
+# The sharding of w_gate_up and of w_down; None for a ScaledArray, which has no gradient.
+Shardings: TypeAlias = tuple[Sharding | None, ...]
 
 
-def expert_mlp_on_mesh(
-    spec: ExpertSpec, layout: MeshLayout, x, weights, w_gate_up: Any, w_down: Any, indices
-) -> jax.Array:
-    """expert_mlp of the tokens and experts of all devices; `spec` is that of one."""
+def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands) -> jax.Array:
+    """Runs expert_mlp on the tokens and experts of all devices; `spec` is that of one device."""
+    x, weights, w_gate_up, w_down, indices = operands
     shardings = tuple(
         None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
     )
     x, weights, indices = (layout.place(y, layout.tokens) for y in (x, weights, indices))
-    x, weights, w_gate_up, w_down, indices = match_varying(x, weights, w_gate_up, w_down, indices)
-    return _expert_mlp(spec, layout, shardings, x, weights, w_gate_up, w_down, indices)
+    operands = Operands(*match_varying(x, weights, w_gate_up, w_down, indices))
+    return _expert_mlp(spec, layout, shardings, operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _expert_mlp(spec, layout, shardings, x, weights, w_gate_up, w_down, indices) -> jax.Array:
-    return _fwd(spec, layout, shardings, x, weights, w_gate_up, w_down, indices)[0]
+def _expert_mlp(
+    spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
+) -> jax.Array:
+    return _fwd(spec, layout, shardings, operands)[0]
 
 
-def _fwd(spec: ExpertSpec, layout: MeshLayout, shardings, x, weights, w_gate_up, w_down, indices):
-    kept, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
+def _fwd(
+    spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
+) -> tuple[jax.Array, tuple[Kept, Experts]]:
+    x, weights, w_gate_up, w_down, indices = operands
+    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
+    in_specs = tokens, tokens, experts, tokens
     # check_vma=False: residuals are each device's own, whether or not they differ.
-    run = layout.map(
-        partial(forward, spec), (tokens, tokens, experts, tokens), tokens, check_vma=False
-    )
-    out, residuals = run(x, weights, transposed, indices)
-    return out, (residuals, kept)
+    run = layout.map(partial(forward, spec), in_specs, tokens, check_vma=False)
+    out, kept = run(x, weights, transposed, indices)
+    return out, (kept, w)
 
 
-def _bwd(spec: ExpertSpec, layout: MeshLayout, shardings, residuals: Any, dout: jax.Array):
-    tokens, experts = layout.tokens, layout.experts
+def _bwd(
+    spec: ExpertSpec,
+    layout: MeshLayout,
+    shardings: Shardings,
+    residuals: tuple[Kept, Experts],
+    dout: jax.Array,
+) -> tuple[Operands]:
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
-    products = spec.products
-    if summed:
-        spec = replace(spec, products=Specs(*map(_with_partial_sums, products)))
-
+    partial_spec = _with_partial_sums(spec) if summed else spec
     kept, w = residuals
     dims = [_scattered_dim(layout, summed, weight.shape) for weight in w]
 
-    def run(residuals, w, dout):
-        dx, dweights, *drhs = backward(spec, residuals, w, dout)
-        total = [
-            dw if dw is None else _sum(dw, summed, dim).astype(product.rhs_dtype)
-            for dw, dim, product in zip(drhs, dims, products, strict=True)
-        ]
-        return dx, dweights, *(total if summed else drhs)
+    def run(kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
+        gradients = backward(partial_spec, kept, w, dout)
+        if not summed:
+            return gradients
+        dx, dweights, *drhs = gradients
+        total = (
+            None if dw is None else _sum(dw, summed, dim).astype(product.rhs_dtype)
+            for dw, dim, product in zip(drhs, dims, spec.products, strict=True)
+        )
+        return Gradients(dx, dweights, *total)
 
-    grad_specs = [_grad_spec(layout.expert_axes, summed, dim) for dim in dims]
-    out_specs = (tokens, tokens, *grad_specs)
+    tokens, experts = layout.tokens, layout.experts
+    grad_specs = (_grad_spec(layout.expert_axes, summed, dim) for dim in dims)
+    out_specs = Gradients._make((tokens, tokens, *grad_specs))
     run_on_mesh = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
     dx, dweights, *drhs = run_on_mesh(kept, w, dout)
-    drhs = [_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True)]
-    return dx, dweights, *drhs, None
+    drhs = (_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True))
+    return (Operands._make((dx, dweights, *drhs, None)),)
 
 
 _expert_mlp.defvjp(_fwd, _bwd)
 
 
-def _with_partial_sums(product: ProductSpec) -> ProductSpec:
-    """The product with gradients of rhs in the dtype in which devices add them."""
-    has_gradient = product.rhs_dtype is not None
-    return replace(product, rhs_dtype=product.reduce_dtype) if has_gradient else product
+def _with_partial_sums(spec: ExpertSpec) -> ExpertSpec:
+    """Returns `spec` with gradients of weights in the dtype in which devices add them."""
+    into, down = (
+        product if product.rhs_dtype is None else replace(product, rhs_dtype=product.reduce_dtype)
+        for product in spec.products
+    )
+    return replace(spec, products=Specs(into, down))
 
 
 def _scattered_dim(layout: MeshLayout, axes: tuple[str, ...], shape: Any) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +23,18 @@ from jax_fp8gemm.moe._mlp_products import (
 )
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
+
+
+class Gradients(NamedTuple):
+    """The gradients of the operands; that of weights which are quantised already is None.
+
+    x is (r, d) and weights (r, top_k), for r tokens.
+    """
+
+    x: jax.Array
+    weights: jax.Array
+    w_gate_up: jax.Array | None
+    w_down: jax.Array | None
 
 
 def forward_turn(
@@ -46,8 +60,8 @@ def backward_turn(
     turn: jax.Array | int,
     w: Experts,
     gate_up: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns dx (r, d), dweights (r, top_k), dw_gate_up and dw_down, from the rows of this turn.
+) -> Gradients:
+    """Returns the gradients to which the rows of this turn contribute.
 
     gate_up: None where it was not kept, and is computed again.
     """
@@ -68,7 +82,7 @@ def backward_turn(
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
     dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns)
     dw_down = _down_gradient(products.down, gate_up, douts, rows, weights)
-    return dx, dweights, dw_gate_up, dw_down
+    return Gradients(dx, dweights, dw_gate_up, dw_down)
 
 
 def _gate_up_gradient(

@@ -1,45 +1,46 @@
-"""Expert-parallel layers whose tokens travel as they are: recipes whose gradients read them so."""
+"""The expert-parallel layer of recipes whose tokens travel unquantised.
+
+Their weight gradients read x and dout in the dtype of x. JAX differentiates this layer through its
+parts, and each direction of the exchange has the other one as its derivative.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax import lax
 
-from jax_fp8gemm.moe._parallel.exchange import Exchange
+from jax_fp8gemm.moe._local_layer import local_layer
+from jax_fp8gemm.moe._operands import Operands
+from jax_fp8gemm.moe._options import LayerOptions
+from jax_fp8gemm.moe._parallel.exchange import Exchange, Plan
 
 
-def unquantised_exchange(
-    exchange: Exchange,
-    layer: Callable[..., jax.Array],
-    x: jax.Array,
-    weights: jax.Array,
-    w_gate_up: Any,
-    w_down: Any,
-    indices: jax.Array,
-) -> jax.Array:
-    """layer(x, indices, weights, w_gate_up, w_down) on the tokens of each local expert.
+def unquantised_layer(options: LayerOptions, exchange: Exchange, operands: Operands) -> jax.Array:
+    """Sends tokens to the devices of their experts, runs local_layer there, and adds the results.
 
-    Operands as for expert_mlp; the layer's experts are numbered from 0, any other is no expert.
+    operands: as for expert_mlp. An exchange of one turn is needed.
     """
-    experts = w_gate_up.shape[0]
-    plan = exchange.plan(indices // experts)
+    x, weights, w_gate_up, w_down, indices = operands
+    num_local_experts = w_gate_up.shape[0]
+    plan = exchange.plan(indices // num_local_experts)
     send = partial(_send, exchange, plan)
-    local = exchange.send(plan, 0, indices, empty=-1) - lax.axis_index(exchange.axis) * experts
-    out = layer(send(x), local, send(weights), w_gate_up, w_down)
-    return _give_back(exchange, plan, out)
+    experts = exchange.send(plan, 0, indices, empty=-1)
+    local = experts - lax.axis_index(exchange.axis) * num_local_experts
+    received = Operands(send(x), send(weights), w_gate_up, w_down, local)
+    capacity = options.capacity(indices.size, exchange.size * num_local_experts)
+    max_rows = None if capacity is None else exchange.size * num_local_experts * capacity
+    return _give_back(exchange, plan, local_layer(options, received, max_rows=max_rows))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send(exchange: Exchange, plan: Any, x: jax.Array) -> jax.Array:
+def _send(exchange: Exchange, plan: Plan, x: jax.Array) -> jax.Array:
     return exchange.send(plan, 0, x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _give_back(exchange: Exchange, plan: Any, y: jax.Array) -> jax.Array:
+def _give_back(exchange: Exchange, plan: Plan, y: jax.Array) -> jax.Array:
     return exchange.give_back(plan, 0, y).astype(y.dtype)
 
 
