@@ -63,9 +63,9 @@ def _settled(operands: Operands) -> Operands:
     """Returns the operands with types over mesh axes that `_layer` can take."""
     w_gate_up, w_down = without_gradients(OP, operands.w_gate_up, operands.w_down)
     whole = lambda x: replicate(OP, jnp.asarray(x))
-    x, weights, indices = map(whole, (operands.x, operands.weights, operands.indices))
+    x, indices, weights = map(whole, (operands.x, operands.indices, operands.weights))
     w_gate_up, w_down = jax.tree.map(lambda w: settle(OP, jnp.asarray(w)), (w_gate_up, w_down))
-    return Operands(*match_varying(x, weights, w_gate_up, w_down, indices))
+    return Operands(*match_varying(x, indices, weights, w_gate_up, w_down))
 
 
 class Rows(NamedTuple):
@@ -136,7 +136,7 @@ def _layer_bwd(specs: Specs, kept: Kept, dout: jax.Array) -> tuple[Operands]:
         specs, kept.residuals, kept.experts, douts, columns, rows.groups
     )
     dx = sum_of_rows(dx, rows.order, None).astype(dx.dtype)
-    return (Operands._make((dx, dweights.astype(weights.dtype), dw_gate_up, dw_down, None)),)
+    return (Operands._make((dx, None, dweights.astype(weights.dtype), dw_gate_up, dw_down)),)
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)

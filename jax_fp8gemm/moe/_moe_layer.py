@@ -113,7 +113,7 @@ def _run(
     x, router, w_gate_up, w_down = inputs
     if expert_axis is None:
         indices, weights = options.choose(router, w_gate_up.shape[0])
-        return local_layer(options, Operands(x, weights, w_gate_up, w_down, indices))
+        return local_layer(options, Operands(x, indices, weights, w_gate_up, w_down))
     w_gate_up, w_down = jax.tree.map(lambda w: settle(OP, w), (w_gate_up, w_down))
     names = axis_names(expert_axis, exchange)
     inputs = Inputs(x, router, w_gate_up, w_down)

@@ -50,22 +50,22 @@ class Inputs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a layer whose tokens have chosen their experts.
+    """The arrays of a layer whose tokens have chosen their experts, in the order of moe_layer.
 
     Attributes:
       x: (m, d), the tokens.
+      indices: (m, top_k) int32, the expert of each choice. Any number that is not an expert's is no
+        expert.
       weights: (m, top_k), the weight of each choice.
       w_gate_up: (experts, d, 2 f), the weights of the experts.
       w_down: (experts, f, d), likewise.
-      indices: (m, top_k) int32, the expert of each choice. Any number that is not an expert's is no
-        expert.
     """
 
     x: jax.Array
+    indices: jax.Array
     weights: jax.Array
     w_gate_up: Weights
     w_down: Weights
-    indices: jax.Array
 
 
 def without_gradients(op: str, w_gate_up: Weights, w_down: Weights) -> tuple[Weights, Weights]:

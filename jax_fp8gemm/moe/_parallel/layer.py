@@ -35,7 +35,7 @@ def expert_parallel(
     w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
     # Each device has tokens of its own, even if the operands do not vary. Its number does.
     me = lax.axis_index(axes)
-    *matched, _ = match_varying(x, weights, w_gate_up, w_down, indices, me)
+    *matched, _ = match_varying(x, indices, weights, w_gate_up, w_down, me)
     operands = Operands(*matched)
     exchange = layer_exchange(options, exchange_name, axes, size, x.shape[0], num_experts)
     if not options.recipe.is_fused:
@@ -71,4 +71,4 @@ def expert_parallel_on_mesh(
     size = layout.num_expert_devices
     exchange = layer_exchange(options, exchange_name, axes, size, tokens, num_experts)
     spec = expert_spec(options, exchange, num_experts, x, w_gate_up, w_down)
-    return expert_mlp_on_mesh(spec, layout, Operands(x, weights, w_gate_up, w_down, indices))
+    return expert_mlp_on_mesh(spec, layout, Operands(x, indices, weights, w_gate_up, w_down))

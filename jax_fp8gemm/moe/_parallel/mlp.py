@@ -43,11 +43,11 @@ from jax_fp8gemm.moe._parallel.turn import Gradients, backward_turn, forward_tur
 
 
 class Sent(NamedTuple):
-    """What a device sends of its tokens: their values, and the weights and experts of choices."""
+    """What a device sends: its tokens, and the experts and weights of their choices."""
 
     tokens: ScaledArray
-    weights: jax.Array
     indices: jax.Array
+    weights: jax.Array
 
 
 class Kept(NamedTuple):
@@ -76,29 +76,30 @@ def expert_mlp(spec: ExpertSpec, operands: Operands) -> jax.Array:
 
 
 def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tuple[Kept, Experts]]:
-    x, weights, w_gate_up, w_down, indices = operands
+    x, indices, weights, w_gate_up, w_down = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
-    out, kept = forward(spec, x, weights, transposed, indices)
+    out, kept = forward(spec, x, indices, weights, transposed)
     return out, (kept, w)
 
 
 def _expert_mlp_bwd(
     spec: ExpertSpec, residuals: tuple[Kept, Experts], dout: jax.Array
 ) -> tuple[Operands]:
-    return (Operands._make((*backward(spec, *residuals, dout), None)),)
+    dx, *gradients = backward(spec, *residuals, dout)
+    return (Operands._make((dx, None, *gradients)),)
 
 
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
 
 
 def forward(
-    spec: ExpertSpec, x: jax.Array, weights: jax.Array, w: Experts, indices: jax.Array
+    spec: ExpertSpec, x: jax.Array, indices: jax.Array, weights: jax.Array, w: Experts
 ) -> tuple[jax.Array, Kept]:
     """Returns the result of expert_mlp, by transposed weights, and what `backward` needs."""
     exchange = spec.exchange
     fmt = spec.products.into.recipe.fwd
     plan = exchange.plan(indices // spec.num_local_experts)
-    sent = Sent(_quantize_to_send(spec, fmt, x), weights, indices)
+    sent = Sent(_quantize_to_send(spec, fmt, x), indices, weights)
 
     def run(turn: jax.Array | int) -> tuple[jax.Array, Received, jax.Array]:
         received = _receive(spec, plan, turn, sent)

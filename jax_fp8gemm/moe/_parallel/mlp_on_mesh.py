@@ -31,12 +31,12 @@ Shardings: TypeAlias = tuple[Sharding | None, ...]
 
 def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands) -> jax.Array:
     """Runs expert_mlp on the tokens and experts of all devices; `spec` is that of one device."""
-    x, weights, w_gate_up, w_down, indices = operands
+    x, indices, weights, w_gate_up, w_down = operands
     shardings = tuple(
         None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
     )
-    x, weights, indices = (layout.place(y, layout.tokens) for y in (x, weights, indices))
-    operands = Operands(*match_varying(x, weights, w_gate_up, w_down, indices))
+    x, indices, weights = (layout.place(y, layout.tokens) for y in (x, indices, weights))
+    operands = Operands(*match_varying(x, indices, weights, w_gate_up, w_down))
     return _expert_mlp(spec, layout, shardings, operands)
 
 
@@ -50,13 +50,13 @@ def _expert_mlp(
 def _fwd(
     spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
 ) -> tuple[jax.Array, tuple[Kept, Experts]]:
-    x, weights, w_gate_up, w_down, indices = operands
+    x, indices, weights, w_gate_up, w_down = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
-    in_specs = tokens, tokens, experts, tokens
+    in_specs = tokens, tokens, tokens, experts
     # check_vma=False: residuals are each device's own, whether or not they differ.
     run = layout.map(partial(forward, spec), in_specs, tokens, check_vma=False)
-    out, kept = run(x, weights, transposed, indices)
+    out, kept = run(x, indices, weights, transposed)
     return out, (kept, w)
 
 
@@ -89,7 +89,7 @@ def _bwd(
     run_on_mesh = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
     dx, dweights, *drhs = run_on_mesh(kept, w, dout)
     drhs = (_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True))
-    return (Operands._make((dx, dweights, *drhs, None)),)
+    return (Operands._make((dx, None, dweights, *drhs)),)
 
 
 _expert_mlp.defvjp(_fwd, _bwd)
