@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("design", "test", "open")
-HANGS = "does not end"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Limit:
         ours to mend.
       error: regular expression that each error must match.
       cases: names or patterns; each case that matches must fail. None: any case with this error.
-      hangs: the cases do not end, and are not run; their error is HANGS.
     """
 
     suites: tuple[str, ...]
@@ -33,7 +31,6 @@ class Limit:
     kind: str
     error: str
     cases: tuple[str, ...] | None = None
-    hangs: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"limits.toml: kind must be one of {KINDS}; got {self.kind!r}"

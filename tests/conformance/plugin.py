@@ -14,7 +14,6 @@ from typing import Any
 import exact
 import pytest
 import substitute
-from limits import HANGS, read_limits
 from suites import SUITES, Suite
 
 _SOURCES: dict[str, dict[str, str]] = {}
@@ -47,8 +46,6 @@ _CASES = pytest.StashKey[dict[str, Any]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite: Suite = SUITES[config.getoption("suite")]
     items[:] = [item for item in items if _is_chosen(suite, item)]
-    if not config.getoption("without_ours"):
-        _leave_out(config, items)
     makers = exact.array_makers if suite.is_exact else lambda module: {}
     for module in {item.module for item in items}:
         substitute.substitute(module, makers, not config.getoption("without_ours"))
@@ -92,15 +89,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_sessionfinish(session: pytest.Session) -> None:
     cases = session.config.stash[_CASES]
     session.config.getoption("results").write_text(json.dumps(cases, indent=1))
-
-
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that limits.toml says do not end count as failed, and are not run."""
-    name = config.getoption("suite")
-    hanging = [x for x in read_limits(Path(__file__).with_name("limits.toml")) if x.hangs]
-    for item in list(items):
-        case = item.nodeid.partition("::")[2]
-        if any(limit.is_of(name) and limit.names(case) for limit in hanging):
-            items.remove(item)
-            result = {"outcome": "failed", "calls": 1, "seconds": 0.0, "error": HANGS}
-            config.stash[_CASES][case] = result
