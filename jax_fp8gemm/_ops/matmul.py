@@ -51,7 +51,7 @@ def matmul(
         `transposed` (quantize with_transpose=True), which is what the product reads.
       recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
       precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand, or a DotAlgorithmPreset
-        of bf16, f16, tf32 or f32: a plain XLA dot at that precision, without FP8.
+        of bf16, f16, tf32 or f32, or its name: a plain XLA dot at that precision, without FP8.
         `jax.default_matmul_precision` has no say: calling this function asks for FP8.
       preferred_element_type: dtype of the result, bf16, f16 or f32; default that of both operands,
         f32 where they differ. Weakly typed operands count as others, as in lax.dot_general.

@@ -21,6 +21,8 @@ _ALGORITHMS = (
 
 def xla_precision_of(op: str, precision: Any) -> XlaPrecision | None:
     """Returns None where `precision` means FP8, else the precision of an XLA dot."""
+    if isinstance(precision, str) and precision in _ALGORITHMS:
+        precision = lax.DotAlgorithmPreset[precision]
     if isinstance(precision, lax.DotAlgorithmPreset) and precision.name in _ALGORITHMS:
         return None if precision == lax.DotAlgorithmPreset.DEFAULT else precision
     pair = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)

@@ -107,13 +107,14 @@ def test_two_operands_of_integers(op):
 PRESETS = jax.lax.DotAlgorithmPreset
 
 
+@pytest.mark.parametrize("precision", [PRESETS.BF16_BF16_F32, "BF16_BF16_F32"])
 @each_product
-def test_an_algorithm_is_a_product_of_xla(op, monkeypatch):
+def test_an_algorithm_is_a_product_of_xla(op, precision, monkeypatch):
     x, w = jnp.asarray(X, jnp.float32), jnp.asarray(W, jnp.float32)
     for name in ("matmul", "dot_general", "ragged_dot", "ragged_dot_general"):
-        run = partial(getattr(fp8, name), precision=PRESETS.BF16_BF16_F32)
+        run = partial(getattr(fp8, name), precision=precision)
         monkeypatch.setattr(fp8, name, run)
-    text = jax.jit(op).lower(x, w).as_text()
+    text = jax.jit(lambda x, w: op(x, w)).lower(x, w).as_text()  # not op: JAX keeps its trace
     assert "f8E4M3FN" not in text and "lhs_precision_type = bf16" in text
 
 
@@ -123,7 +124,8 @@ def test_the_default_algorithm_is_fp8():
 
 
 @pytest.mark.parametrize(
-    "precision", [PRESETS.F64_F64_F64, PRESETS.ANY_F8_ANY_F8_F32, (PRESETS.BF16_BF16_F32,) * 2]
+    "precision",
+    [PRESETS.F64_F64_F64, "F64_F64_F64", PRESETS.ANY_F8_ANY_F8_F32, (PRESETS.BF16_BF16_F32,) * 2],
 )
 def test_other_algorithms(precision):
     message = "^matmul: precision must be None, .* or a DotAlgorithmPreset of bf16, f16, tf32 or f"
