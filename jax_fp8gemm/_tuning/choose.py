@@ -86,9 +86,18 @@ def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int)
     if measured is not None:
         return measured
     candidates = configs(is_1d1d=is_1d1d)
-    rows = 16 if m <= 16 else math.ceil(m / 64) * 64
-    candidates = [c for c in candidates if c.block_m <= rows and (m <= 16 or c.block_m >= 64)]
+    least, most = _block_m_range(m)
+    candidates = [c for c in candidates if least <= c.block_m <= most]
     return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
+
+
+def _block_m_range(m: int) -> tuple[int, int]:
+    """Returns the fewest and the most rows that a tile should have for m rows of lhs."""
+    if m <= 16:
+        return 16, 16
+    if m <= 32:
+        return 32, 64
+    return 64, math.ceil(m / 64) * 64
 
 
 @functools.lru_cache(maxsize=4096)

@@ -86,6 +86,17 @@ TILE_16X128 = TileConfig(
     block_m=16, block_n=128, sub_n=64, num_consumers=1, num_accums=2, num_stages=11, num_slabs=0
 )
 
+# The rows of lhs that a tile of 64 would load beyond m take stages from rhs.
+TILE_32X16 = TileConfig(
+    block_m=32, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=22, num_slabs=0
+)
+TILE_32X32 = TileConfig(
+    block_m=32, block_n=32, sub_n=32, num_consumers=1, num_accums=4, num_stages=19, num_slabs=0
+)
+TILE_32X56 = TileConfig(
+    block_m=32, block_n=56, sub_n=56, num_consumers=1, num_accums=2, num_stages=17, num_slabs=0
+)
+
 TILE_64X16 = TileConfig(
     block_m=64, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=20, num_slabs=0
 )
@@ -131,6 +142,9 @@ CONFIGS: tuple[TileConfig, ...] = (
     TILE_16X56,
     TILE_16X64,
     TILE_16X128,
+    TILE_32X16,
+    TILE_32X32,
+    TILE_32X56,
     TILE_64X16,
     TILE_64X32,
     TILE_64X56,
