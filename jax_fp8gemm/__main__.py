@@ -57,12 +57,13 @@ def _bench(arguments: Sequence[str]) -> int:
         sys.path.insert(0, str(checkout))
     try:
         import benchmarks
+
+        return benchmarks.main(arguments)  # each command imports what it needs
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(("jax_fp8gemm", "benchmarks")):
             raise
         print(f"bench needs {error.name}: pip install -e '.[bench]'")
         return 1
-    return benchmarks.main(arguments)
 
 
 def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
