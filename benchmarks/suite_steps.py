@@ -29,13 +29,13 @@ def _warm(name: str, seconds: int, tables: str) -> Step:
 
 PIECES: dict[str, list[Step]] = {
     "1": [
-        _warm("products", 45, "dense wgrad ragged masked ragged-wgrad"),
-        _step("ragged", 70, "ragged"),
-        _step("masked", 15, "masked"),
-        _step("ragged-wgrad", 60, "ragged-wgrad"),
-        _step("wgrad", 25, "wgrad"),
-        _step("dense", 150, "dense"),
-        _step("quantize", 40, "quantize"),
+        _warm("products", 25, "dense wgrad ragged masked ragged-wgrad"),
+        _step("ragged", 80, "ragged"),
+        _step("masked", 4, "masked"),
+        _step("ragged-wgrad", 45, "ragged-wgrad"),
+        _step("wgrad", 95, "wgrad"),
+        _step("dense", 135, "dense"),
+        _step("quantize", 20, "quantize"),
         _step("matmul", 15, "matmul"),
         _step("moe", 90, "moe"),
     ],
@@ -53,6 +53,7 @@ PIECES: dict[str, list[Step]] = {
         _step("ragged-sustained", 40, f"ragged --sustained --peers {_FEW_PEERS}"),
     ],
     "3": [
+        _step("step", 60, "step"),
         _warm("curves", 40, "dense:curve ragged:curve"),
         _step("dense-curve", 40, f"dense --rows curve --peers {_FEW_PEERS}"),
         _step("ragged-curve", 40, "ragged --rows curve --peers deepgemm,torch_bf16"),

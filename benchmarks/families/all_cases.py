@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from benchmarks.case import Case
-from benchmarks.families import expert_parallel, fsdp, mlp, moe
+from benchmarks.families import expert_parallel, fsdp, mlp, moe, step
 from benchmarks.families.grouped import grouped_cases
 from benchmarks.families.products import cases
 from benchmarks.problem import GroupedShape, Shape
 
 GROUPED = ("ragged", "masked", "ragged-wgrad")
 TILED = ("dense", "wgrad", *GROUPED)
-LAYERS_OF_KERNELS = ("matmul", "moe")  # many kernels a call, all of which count
+LAYERS_OF_KERNELS = ("matmul", "moe", "step")  # many kernels a call, all of which count
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", *LAYERS_OF_KERNELS, *MESH, "host")
 
@@ -21,6 +21,8 @@ def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
         return [mlp.mlp_case(mlp.LLAMA3_8B)]
     if family == "moe":
         return [moe.moe_case(layer) for layer in moe.LAYERS]
+    if family == "step":
+        return [step.step_case(block) for block in step.BLOCKS]
     if family == "fsdp":
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":

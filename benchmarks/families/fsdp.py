@@ -6,8 +6,8 @@ and Adam. Weights are bf16, its two moments f32.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,9 @@ import jax_fp8gemm
 from benchmarks.case import Case
 from benchmarks.families.mesh import AXIS, local_mesh, step_call
 from benchmarks.families.mlp import Product
+from benchmarks.families.training import State, new_state, train
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
-
-_LEARNING_RATE, _DECAYS, _EPSILON = 1e-4, (0.9, 0.95), 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +60,6 @@ STACKS = tuple(
 )
 
 
-class State(NamedTuple):
-    """Of training: gate, up and down, each a list or stacked; both moments. Or where these lie."""
-
-    weights: Any
-    means: Any
-    squares: Any
-    step: Any
-
-
 def fsdp_case(stack: Stack) -> Case:
     """Our step beside the same with XLA's products in bf16. Figures are those of one GPU."""
     s, num_devices = stack, local_mesh().size
@@ -103,26 +93,8 @@ def fsdp_call(stack: Stack, product: Product) -> Call:
         # Without, XLA moves activations as well: weights and rows are sharded over the same axis.
         return jax.lax.with_sharding_constraint(product(x, w), rows)
 
-    step = functools.partial(_train, functools.partial(_loss, product_of_rows))
+    step = functools.partial(train, functools.partial(_loss, product_of_rows))
     return step_call(step, *_operands(stack))
-
-
-def _train(loss: Callable[..., jax.Array], state: State, x: jax.Array, target: jax.Array) -> Any:
-    value, gradients = jax.value_and_grad(loss)(state.weights, x, target)
-    step = state.step + 1
-    corrections = [1 - decay ** step.astype(jnp.float32) for decay in _DECAYS]
-
-    def update(w, gradient, mean, square):
-        gradient = gradient.astype(jnp.float32)
-        mean = _DECAYS[0] * mean + (1 - _DECAYS[0]) * gradient
-        square = _DECAYS[1] * square + (1 - _DECAYS[1]) * gradient**2
-        change = mean / corrections[0] / (jnp.sqrt(square / corrections[1]) + _EPSILON)
-        return (w.astype(jnp.float32) - _LEARNING_RATE * change).astype(w.dtype), mean, square
-
-    updated = jax.tree.map(update, state.weights, gradients, state.means, state.squares)
-    outer, inner = jax.tree.structure(state.weights), jax.tree.structure((0, 0, 0))
-    weights, means, squares = jax.tree.transpose(outer, inner, updated)
-    return State(weights, means, squares, step), value
 
 
 def _loss(product: Product, weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -160,8 +132,7 @@ def _operands(stack: Stack) -> tuple[State, jax.Array, jax.Array]:
 
     def make() -> tuple[State, jax.Array, jax.Array]:
         all_weights = [weights(i, shape) for i, shape in enumerate(shapes)]
-        zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), all_weights)
-        state = State(all_weights, zeros(), zeros(), jnp.int32(0))
+        state = new_state(all_weights)
         tokens = s.tokens * mesh.size, s.hidden
         return state, draw(100, tokens, 1.0), draw(101, tokens, 1.0)
 

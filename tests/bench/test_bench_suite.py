@@ -27,7 +27,7 @@ def test_steps_are_command_lines_that_fit(piece):
         arguments = cli._parser().parse_args(step.command("folder"))
         assert arguments.save == "folder"
         cli._check(arguments)
-        assert cli._shapes(arguments) or arguments.family in ("matmul", "moe", "host")
+        assert cli._shapes(arguments) or arguments.family in ("matmul", "moe", "step", "host")
 
 
 def test_results_of_a_suite_have_names_of_their_own():
