@@ -28,6 +28,7 @@ _RAGGED_CONTRACTION = jax.lax.RaggedDotDimensionNumbers(
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
 )
+_TOKAMAX_ROWS = 8  # its kernel takes no other number of rows
 _LAX_REPEAT = 8  # some of XLA's take milliseconds
 
 
@@ -45,7 +46,7 @@ def ragged_peers(shape: GroupedShape, sizes: np.ndarray) -> dict[str, Callable[[
         "torch_bf16": build(torch_ragged, shape, sizes),
         "lax_ragged_dot": build(call, jax.lax.ragged_dot),
         "lax_ragged_dot_cudnn": build(call, jax.lax.ragged_dot, with_cudnn=True),
-        "tokamax": build(fastest, call, "ragged_dot", 2),
+        "tokamax": build(fastest, build(call, row_multiple=_TOKAMAX_ROWS), "ragged_dot", 2),
     }
 
 
@@ -74,9 +75,15 @@ def wgrad_peers(
 
 
 def _jax_ragged(
-    shape: GroupedShape, sizes: np.ndarray, product: Product, with_cudnn: bool = False
+    shape: GroupedShape,
+    sizes: np.ndarray,
+    product: Product,
+    with_cudnn: bool = False,
+    row_multiple: int = 1,
 ) -> Call:
-    lhs = normal(int(sizes.sum()), shape.k, seed=0)
+    """row_multiple: there are rows after the last group's up to a multiple of it."""
+    rows = -(-int(sizes.sum()) // row_multiple) * row_multiple
+    lhs = normal(rows, shape.k, seed=0)
     rhs = normal_groups(shape.groups, shape.k, shape.n or 0, seed=1)
     operands = lhs, rhs, jnp.asarray(sizes)
     run = jax.jit(lambda lhs, rhs, group_sizes: product(lhs, rhs, group_sizes=group_sizes))

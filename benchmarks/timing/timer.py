@@ -14,7 +14,7 @@ from benchmarks.timing.nvml import Energy, SmClock
 from benchmarks.timing.queues import Flush, Queue
 
 _NUM_WARMUP = 2
-_MAX_CALLS = 4000  # of one sustained sample: CUPTI keeps a record of each kernel
+_MAX_CALLS = 20_000  # of one sustained sample: CUPTI keeps a record of each kernel
 
 
 @dataclasses.dataclass(frozen=True)
