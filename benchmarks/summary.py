@@ -28,6 +28,9 @@ def compare_with_peers(rows: Sequence[Row]) -> list[str]:
             ratios = {row.shape: row.peers[name].us / row.ours.us for row in own}
             noisy = {row.shape for row in own if row.is_within_noise(name)}
             lines += summarise(ratios, f"{name}{variant}", noisy)
+            if any(row.ours.other_us > 0.02 * row.ours.us for row in own):
+                ratios = {row.shape: row.peers[name].all_us / row.ours.all_us for row in own}
+                lines += summarise(ratios, f"{name}{variant}, every kernel of both calls", set())
     return lines
 
 
