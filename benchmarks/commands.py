@@ -21,6 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from benchmarks.warm_deepgemm import main as warm
 
         return warm(arguments[1:])
+    if command == "page":
+        from benchmarks.pages.fill import main as page
+
+        return page()
+    if command == "plot":
+        from benchmarks.pages.plots import main as plot
+
+        return plot(arguments[1:])
     from benchmarks.cli import main as family
 
     return family(arguments)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 SMALL_M, LARGE_M = 512, 1024  # rows with m <= 512 and m >= 1024 are judged apart
 _FP8_FLOP_PER_CLOCK = 8192  # one sm90 SM, dense wgmma on 8-bit operands
 _BOOST_HZ = 1.83e9  # the clock of the data sheet's 1979 TFLOPS: 132 SMs * 8192 * 1.83 GHz
+FP8_TFLOPS = 1979  # of that data sheet
 
 # What --shape looks like; E is the expected m, or k, of one group.
 _FORMS = {

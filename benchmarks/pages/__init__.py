@@ -1,0 +1,1 @@
+"""Tables and pictures of the documents, made from the results files."""
