@@ -54,7 +54,7 @@ def _figures(documents: Mapping[str, Document]) -> dict[str, Any]:
 
 
 def _bars(name: str, document: Document) -> Any:
-    """TFLOPS of every row, ours beside each peer's."""
+    """Of every row: the share of the speed that memory or tensor cores allow, ours and peers'."""
     from matplotlib.figure import Figure
 
     rows = document["rows"]
@@ -63,17 +63,23 @@ def _bars(name: str, document: Document) -> Any:
     axes = figure.add_subplot()
     width = 0.84 / len(peers)
     for i, peer in enumerate(peers):
-        heights = [_tflops(row, peer) or 0.0 for row in rows]
+        heights = [_share(row, peer) for row in rows]
         places = [j + (i - (len(peers) - 1) / 2) * width for j in range(len(rows))]
         axes.bar(places, heights, width, label=_NAMES[peer], color=_COLOURS[peer])
     labels = labels_of(rows)
     titles = ["x".join(str(row[label]) for label in labels if label in row) for row in rows]
     axes.set_xticks(range(len(rows)), titles, rotation=90, fontsize=6)
     axes.set_xlabel(" x ".join(labels))
-    axes.set_ylabel("TFLOPS")
+    axes.set_ylabel("share of the roofline")
     axes.set_title(name.replace("_", " "))
     axes.legend(fontsize=7, ncols=len(peers), loc="upper center", bbox_to_anchor=(0.5, 1.25))
     return figure
+
+
+def _share(row: Row, peer: str) -> float:
+    us = row["peers"].get(peer) if peer else row["us"]
+    floor = max(row["hbm_fraction"], row["tensor_fraction"]) * row["us"]
+    return floor / us if us else 0.0
 
 
 def _tflops(row: Row, peer: str) -> float | None:
