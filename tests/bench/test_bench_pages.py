@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 ROW = dict(
     **dict(family="dense", m=64, n=128, k=256, us=10.0, spread=[9.9, 10.3], all_us=14.0),
-    **dict(hbm_fraction=0.5, tensor_fraction=0.2, tflops=400.0, gbps=2000.0, config="c", peers=dict(deepgemm=9.0, xla_bf16=20.0)),
+    **dict(hbm_fraction=0.5, tensor_fraction=0.2, tflops=400.0, gbps=2000.0, config="c"),
+    peers=dict(deepgemm=9.0, xla_bf16=20.0),
     peers_spread=dict(deepgemm=[8.9, 9.1], xla_bf16=[10.2, 20.0]),
     **dict(peers_all_us=dict(xla_bf16=21.0), peers_absent=dict(tokamax="ImportError: none")),
 )
