@@ -157,6 +157,7 @@ def _contract_matrices(
     folded_spec = None
     if out_spec is not None:
         mesh = explicit_mesh((lhs, rhs))
+        assert mesh is not None
         folded_spec = reshaped_spec(shape, out_spec, (*lhs.shape[:-1], rhs.shape[-1]), mesh.shape)
     out = products(spec, lhs, rhs, len(lhs_batch), folded_spec)
     return reshard(reshape(out, shape), out_spec)

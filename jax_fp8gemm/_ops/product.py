@@ -155,6 +155,7 @@ def _unfolded(
     folded_spec = None
     if out_spec is not None:
         mesh = explicit_mesh((lhs, rhs))
+        assert mesh is not None
         folded = (*lhs.shape[:-1], n)
         folded_spec = reshaped_spec((*rows, n), out_spec, folded, mesh.shape)
     return reshard(reshape(_gemm_as(spec, dtype, lhs, rhs, folded_spec), (*rows, n)), out_spec)

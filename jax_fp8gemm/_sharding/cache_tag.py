@@ -11,21 +11,22 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
-from jax.experimental.xla_metadata import set_xla_metadata
+from jax.experimental.xla_metadata import (
+    set_xla_metadata,  # pyright: ignore[reportUnknownVariableType]  # JAX leaves it untyped
+)
 
 ATTRIBUTE = "jax_fp8gemm_digest"
 
 
-def tag(results: Sequence[jax.Array], *what: Any) -> Sequence[jax.Array]:
+def tag(results: Sequence[jax.Array], *what: object) -> Sequence[jax.Array]:
     """Returns `results` of an op, made by an instruction that carries a digest of `what`."""
     text = repr(what)
     assert " at 0x" not in text, f"another in each process: {text}"
     digest = hashlib.sha256(_sources_digest() + text.encode()).hexdigest()
-    tagged: Any = set_xla_metadata(results, **{ATTRIBUTE: digest})
-    return tagged
+    return cast(Sequence[jax.Array], set_xla_metadata(results, **{ATTRIBUTE: digest}))
 
 
 @functools.cache

@@ -9,18 +9,22 @@ mesh. JAX refuses such residuals where they leave a jit for an eager backward pa
 moves a dimension of what a scan has kept.
 """
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_fp8gemm._sharding.rule import (
     PartitionRule,
+    Shaped,
     choose_axes,
     extents_of,
     padded,
@@ -28,15 +32,18 @@ from jax_fp8gemm._sharding.rule import (
     spec_of_axes,
 )
 
+Result = TypeVar("Result")
+
 
 def result_specs(
-    rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
+    rule: PartitionRule, operands: Sequence[Shaped], results: Sequence[Shaped] = ()
 ) -> list[PartitionSpec]:
     """Returns how Explicit mesh axes cut the results, given the types of the operands.
 
     results: their types. They are needed where results have dimensions that no operand has.
     """
     mesh = explicit_mesh(operands)
+    assert mesh is not None
     specs = [padded_spec(jax.typeof(x)) for x in operands]
     axes = choose_axes(rule, extents_of(rule, operands, results), mesh.shape, specs, [])
     uncut = axes | dict.fromkeys(rule.contracting, ())
@@ -44,8 +51,8 @@ def result_specs(
 
 
 def with_auto_axes(
-    function: Callable[..., Any], operands: Sequence[Any], out_specs: Callable[[], Any]
-) -> Any:
+    function: Callable[..., Result], operands: Sequence[object], out_specs: Callable[[], object]
+) -> Result:
     """Runs function(*operands), and leaves the sharding over Explicit mesh axes to the compiler.
 
     out_specs() says how such axes cut the results. It is called only if there are such axes.
@@ -54,12 +61,16 @@ def with_auto_axes(
     if mesh is None:
         return function(*operands)
     axes, out_sharding = mesh.explicit_axes, jax.tree.map(partial(NamedSharding, mesh), out_specs())
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*operands)
+    on_auto_axes = cast(
+        Callable[..., Result],
+        jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding),
+    )
+    return on_auto_axes(*operands)
 
 
-def explicit_mesh(operands: Sequence[Any]) -> Any:
+def explicit_mesh(operands: object) -> AbstractMesh | None:
     """Returns the mesh with Explicit axes of the operands or of the caller, or None."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    meshes: list[AbstractMesh] = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
@@ -71,7 +82,9 @@ def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     is_sum = spec.unreduced or spec.reduced
     if not is_sum and padded_spec(jax.typeof(x)) == padded(spec, x.ndim):
         return x
-    return jax.sharding.reshard(x, NamedSharding(explicit_mesh([x]), spec))
+    mesh = explicit_mesh([x])
+    assert mesh is not None
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -83,11 +96,15 @@ def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     if tuple(shape) == x.shape or not mesh.explicit_axes:
         return x.reshape(shape)
     spec = reshaped_spec(x.shape, jax.typeof(x).sharding.spec, shape, mesh.shape)
-    return with_auto_axes(lambda x: x.reshape(shape), [x], lambda: spec)
+    in_shape: Callable[[jax.Array], jax.Array] = lambda x: x.reshape(shape)
+    return with_auto_axes(in_shape, [x], lambda: spec)
 
 
 def reshaped_spec(
-    shape: Sequence[int], spec: PartitionSpec, new_shape: Sequence[int], mesh_shape: Any
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    new_shape: Sequence[int],
+    mesh_shape: Mapping[str, int],
 ) -> PartitionSpec:
     """Returns how an array of `shape`, cut as `spec`, stays cut in `new_shape` if no element moves.
 
@@ -137,5 +154,5 @@ def _matching_dims(shape: Sequence[int], new_shape: Sequence[int]) -> Iterator[t
         yield range(first, i), range(new_first, j)
 
 
-def _num_parts(axes: Sequence[str], mesh_shape: Any) -> int:
+def _num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)

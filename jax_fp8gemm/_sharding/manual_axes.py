@@ -1,11 +1,16 @@
 """Gives operands of an op the types that Explicit and manual mesh axes require."""
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVarTuple, cast
 
 import jax
 from jax.sharding import PartitionSpec
+
+Operands = TypeVarTuple("Operands")
 
 
 def settle(op: str, x: jax.Array) -> jax.Array:
@@ -38,25 +43,29 @@ def replicate(op: str, x: jax.Array, from_dim: int = 0) -> jax.Array:
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*kept)))
 
 
-def match_varying(*operands: Any) -> tuple[Any, ...]:
+def match_varying(*operands: *Operands) -> tuple[*Operands]:
     """Gives the arrays of all operands, pytrees, the union of their varying manual axes.
 
     shard_map with check_vma needs it. If it is done before a custom_vjp, JAX sums the cotangent of
     an operand that did not vary.
     """
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    union = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+    union = frozenset[str]().union(*map(_varying, jax.tree.leaves(operands)))
 
-    def cast(x):
-        reduced = union & jax.typeof(x).manual_axis_type.reduced
+    def vary(x: jax.Array) -> jax.Array:
+        reduced: frozenset[str] = union & jax.typeof(x).manual_axis_type.reduced
         # One cast for each kind of type: the cotangent of a reduced operand is not summed.
-        for axes in (reduced, union - varying(x) - reduced):
-            x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+        for axes in (reduced, union - _varying(x) - reduced):
+            if axes:
+                x = cast(jax.Array, jax.lax.pcast(x, tuple(sorted(axes)), to="varying"))
         return x
 
-    return jax.tree.map(cast, operands)
+    return jax.tree.map(vary, operands)
 
 
 def constant_like(x: jax.Array, constant: jax.Array) -> jax.Array:
     """Makes `constant` vary over the manual axes that `x` varies over, as a scan's start must."""
     return match_varying(constant, x)[0]
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

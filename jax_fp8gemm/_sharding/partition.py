@@ -6,14 +6,17 @@ dimension is cut, the results are partial sums, in f32 or the recipe's reduce_dt
 over the mesh by an all-reduce, or by a reduce-scatter if the same axes cut the result.
 """
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -21,12 +24,13 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.rule import (
     Axes,
     PartitionRule,
+    Shaped,
     block_of,
     choose_axes,
     choose_scattered,
@@ -37,6 +41,10 @@ from jax_fp8gemm._sharding.rule import (
 )
 
 Arrays = Sequence[jax.Array]
+Types = Sequence[jax.ShapeDtypeStruct]
+Shardings = Sequence[NamedSharding]
+# The mesh, what runs on each device, and the shardings of the results and of the operands.
+Partition = tuple[Mesh, Callable[..., Arrays], Shardings, Shardings]
 
 _NO_MESH = AbstractMesh((), ())
 _source_lines = jax_drift.optional("jax._src.config.traceback_in_locations_limit")
@@ -47,7 +55,7 @@ class Shards:
     """How an op is cut: what a device needs to know to run the op on its shards."""
 
     rule: PartitionRule
-    mesh_shape: Any
+    mesh_shape: Mapping[str, int]
     axes: Axes
     scattered: Axes  # how the sum over the mesh cuts the first result
 
@@ -55,7 +63,7 @@ class Shards:
         """Returns the number of shards of a dimension."""
         return math.prod(self.mesh_shape[axis] for axis in self.axes[name])
 
-    def index(self, name: str) -> Any:
+    def index(self, name: str) -> jax.Array | int:
         """Returns which shard of a dimension this device has."""
         return lax.axis_index(self.axes[name]) if self.axes[name] else 0
 
@@ -70,9 +78,10 @@ class Shards:
         rest = list(summed_axes(self.rule, self.axes))
         for name, axes in self.scattered.items():
             if axes:
-                x = lax.psum_scatter(x, axes, scatter_dimension=dims.index(name), tiled=True)
+                dim = dims.index(name)
+                x = cast(jax.Array, lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
                 rest = [axis for axis in rest if axis not in axes]
-        return lax.psum(x, tuple(rest)) if rest else x
+        return cast(jax.Array, lax.psum(x, tuple(rest))) if rest else x
 
     def move(self, x: jax.Array, source: str, target: int, axes: tuple[str, ...]) -> jax.Array:
         """Moves the cut of `x` from its dimension 0, cut as `source`, to its dimension `target`.
@@ -82,7 +91,7 @@ class Shards:
         """
         gathered = self.axes[source][len(axes) :]
         if gathered:
-            x = lax.all_gather(x, gathered, axis=0, tiled=True)
+            x = cast(jax.Array, lax.all_gather(x, gathered, axis=0, tiled=True))
         if axes:
             x = lax.all_to_all(x, axes, split_axis=target, concat_axis=0, tiled=True)
         return x
@@ -102,11 +111,10 @@ def partitioned(
     """
     num_operands = len(rule.operands)
 
-    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+    def partition(mesh: Mesh, operands: Types, results: Types) -> Partition:
         operands, copies = operands[:num_operands], operands[num_operands:]
         if mesh.empty:  # shardings that no mesh describes
-            devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
-            mesh = Mesh(np.array(devices), ("devices",))
+            mesh = Mesh(np.array(sorted_devices(operands[0].sharding)), ("devices",))
             operand_specs = result_specs = []
         else:
             operand_specs = [padded_spec(x) for x in operands]
@@ -118,25 +126,35 @@ def partitioned(
         if run_shard is not None and any(axes.values()):
             local = partial(run_shard, shards=Shards(rule, mesh.shape, axes, scattered))
         cut_result = {name: (*axes[name], *scattered.get(name, ())) for name in axes}
-        sharding = lambda dims, axes: NamedSharding(mesh, spec_of_axes(dims, axes))
-        contracts = lambda dims: not set(rule.contracting).isdisjoint(dims.split())
         operand_shardings = [
-            sharding(dims, axes if contracts(dims) else cut_result) for dims in rule.operands
+            NamedSharding(mesh, spec_of_axes(dims, axes if rule.contracts(dims) else cut_result))
+            for dims in rule.operands
         ]
         operand_shardings += operand_shardings[:1] * len(copies)
-        result_shardings = [sharding(dims, cut_result) for dims in rule.results]
+        result_shardings = [
+            NamedSharding(mesh, spec_of_axes(dims, cut_result)) for dims in rule.results
+        ]
 
-        def run_on_shards(*shards):
+        def run_on_shards(*shards: jax.Array) -> Arrays:
             # NOTE: a caller's mesh with Explicit axes would have its shardings put on the shards.
             with jax.sharding.use_abstract_mesh(_NO_MESH):
                 return _without_source_lines(local(*shards[:num_operands]))
 
         return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
 
-    function = custom_partitioning(lambda *operands: run(*operands[:num_operands]))
+    def run_without_copies(*operands: jax.Array) -> Arrays:
+        return run(*operands[:num_operands])
+
+    function = custom_partitioning(run_without_copies)
     function.def_partition(partition, sharding_rule=partial(_sharding_rule, rule))
     num_copies = sum(len(sources) for sources in rule.following.values())
     return lambda *operands: function(*operands, *operands[:1] * num_copies)
+
+
+def sorted_devices(sharding: Sharding) -> list[Any]:
+    """Returns the devices of `sharding`, sorted by their ids."""
+    devices = cast(set[Any], sharding.device_set)  # jaxlib has no types
+    return sorted(devices, key=lambda device: device.id)
 
 
 def _without_source_lines(results: Arrays) -> Arrays:
@@ -149,9 +167,15 @@ def _without_source_lines(results: Arrays) -> Arrays:
     if _source_lines is None:
         return results
     setting = _source_lines(0)
-    result = _end_p.bind(results[0], restore=lambda: setting.__exit__(None, None, None))
+    restore = lambda: setting.__exit__(None, None, None)
+    result = cast(jax.Array, _end_p.bind(results[0], restore=restore))
     setting.__enter__()
     return [result, *results[1:]]
+
+
+def _end_type(result: Any, restore: Callable[[], None]) -> Any:
+    del restore
+    return result
 
 
 def _lower_end(ctx: Any, result: Any, *, restore: Callable[[], None]) -> Any:
@@ -162,11 +186,16 @@ def _lower_end(ctx: Any, result: Any, *, restore: Callable[[], None]) -> Any:
 
 # The last of a shard's program to be lowered.
 _end_p = Primitive("jax_fp8gemm_end_of_shard")
-_end_p.def_abstract_eval(lambda result, restore: result)
+_end_p.def_abstract_eval(_end_type)
 mlir.register_lowering(_end_p, _lower_end)
 
 
-def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_types: Any) -> Any:
+def _sharding_rule(
+    rule: PartitionRule,
+    mesh: Mesh,
+    operand_types: Sequence[Shaped],
+    result_types: Sequence[Shaped],
+) -> tuple[str, dict[str, tuple[str, ...]]]:
     """Returns the rule for Shardy. A dimension that no axis may cut has another name in each array.
 
     A rule has one name for a dimension. So a dimension that follows others is tied to each of them
@@ -183,8 +212,13 @@ def _sharding_rule(rule: PartitionRule, mesh: Mesh, operand_types: Any, result_t
         for name, extent in extents.items()
     }
     numbers = itertools.count()
-    rename = lambda name: name if may_be_cut.get(name) else f"{name}_{next(numbers)}"
-    side = lambda arrays: ", ".join(" ".join(map(rename, dims.split())) for dims in arrays)
+
+    def rename(name: str) -> str:
+        return name if may_be_cut.get(name) else f"{name}_{next(numbers)}"
+
+    def side(arrays: Sequence[str]) -> str:
+        return ", ".join(" ".join(map(rename, dims.split())) for dims in arrays)
+
     copies = [
         " ".join(name if dim == source else "other" for dim in rule.operands[0].split())
         for name, sources in rule.following.items()

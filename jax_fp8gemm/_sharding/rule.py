@@ -11,13 +11,30 @@ legal:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, runtime_checkable
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = dict[str, tuple[str, ...]]  # dimension -> the mesh axes that cut it, major first
+Spec = Sequence[tuple[str, ...]]  # of each dimension of an array, the mesh axes that cut it
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """What has a shape: an array, or the type of one in JAX or MLIR."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class Sharded(Shaped, Protocol):
+    """What also has a sharding that a mesh describes."""
+
+    @property
+    def sharding(self) -> NamedSharding: ...
 
 
 @dataclass(frozen=True)
@@ -36,18 +53,22 @@ class PartitionRule:
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    blocks: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict[str, int])
     contracting: tuple[str, ...] = ()
     uncut: tuple[str, ...] = ()
-    following: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    following: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    def contracts(self, dims: str) -> bool:
+        """Returns whether an array with these dimensions has a contracting one."""
+        return not set(self.contracting).isdisjoint(dims.split())
 
 
 def choose_axes(
     rule: PartitionRule,
-    extents: dict[str, int],
-    mesh_shape: Any,
-    operand_specs: Sequence[Sequence[tuple[str, ...]]],
-    result_specs: Sequence[Sequence[tuple[str, ...]]],
+    extents: Mapping[str, int],
+    mesh_shape: Mapping[str, int],
+    operand_specs: Sequence[Spec],
+    result_specs: Sequence[Spec],
 ) -> Axes:
     """Returns the mesh axes that cut each dimension, out of those that the shardings name.
 
@@ -57,10 +78,12 @@ def choose_axes(
     """
     axes: Axes = dict.fromkeys(extents, ())
 
+    def is_unused(axis: str) -> bool:
+        return all(axis not in names for names in axes.values())
+
     def claim(name: str, wanted: tuple[str, ...]) -> None:
         if not axes[name] and name not in rule.following:
-            unused = lambda axis: all(axis not in names for names in axes.values())
-            axes[name] = _legal(rule, name, extents[name], mesh_shape, wanted, unused)
+            axes[name] = _legal(rule, name, extents[name], mesh_shape, wanted, is_unused)
 
     operands = _proposals(rule.operands, operand_specs)
     results = _proposals(rule.results, result_specs)
@@ -80,10 +103,17 @@ def choose_axes(
     return axes
 
 
-def _legal(rule: PartitionRule, name: str, extent: int, mesh_shape, wanted, is_free) -> Any:
+def _legal(
+    rule: PartitionRule,
+    name: str,
+    extent: int,
+    mesh_shape: Mapping[str, int],
+    wanted: Iterable[str],
+    is_free: Callable[[str], bool],
+) -> tuple[str, ...]:
     """Returns the wanted axes before the first that is not free, or that may not cut there."""
     unit = block_of(rule, name)
-    kept = []
+    kept: list[str] = []
     for axis in wanted if name not in rule.uncut else ():
         unit *= mesh_shape[axis]
         if not is_free(axis) or extent % unit:
@@ -97,7 +127,13 @@ def summed_axes(rule: PartitionRule, axes: Axes) -> tuple[str, ...]:
     return tuple(axis for name in rule.contracting for axis in axes[name])
 
 
-def choose_scattered(rule: PartitionRule, extents, mesh_shape, axes: Axes, result_specs) -> Axes:
+def choose_scattered(
+    rule: PartitionRule,
+    extents: Mapping[str, int],
+    mesh_shape: Mapping[str, int],
+    axes: Axes,
+    result_specs: Sequence[Spec],
+) -> Axes:
     """Returns, by dimension of the result, the summed axes that a reduce-scatter cuts it by.
 
     The sum over any other summed axis is an all-reduce.
@@ -113,7 +149,7 @@ def choose_scattered(rule: PartitionRule, extents, mesh_shape, axes: Axes, resul
     return scattered
 
 
-def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
+def _proposals(dims: Sequence[str], specs: Sequence[Spec]) -> list[tuple[str, tuple[str, ...]]]:
     """Returns (dimension, axes) of every dimension of every array."""
     return [
         pair
@@ -123,7 +159,7 @@ def _proposals(dims: Sequence[str], specs) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def extents_of(
-    rule: PartitionRule, operands: Sequence[Any], results: Sequence[Any] = ()
+    rule: PartitionRule, operands: Sequence[Shaped], results: Sequence[Shaped] = ()
 ) -> dict[str, int]:
     """Returns the elements of each dimension; those of the values where a scale has it too."""
     extents: dict[str, int] = {}
@@ -138,12 +174,12 @@ def block_of(rule: PartitionRule, name: str) -> int:
     return rule.blocks.get(name, 1)
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes that an entry of a PartitionSpec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def padded_spec(x: Any) -> list[tuple[str, ...]]:
+def padded_spec(x: Sharded) -> list[tuple[str, ...]]:
     """Returns the mesh axes that cut each dimension of `x`."""
     return padded(x.sharding.spec, len(x.shape))
 

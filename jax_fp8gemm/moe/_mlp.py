@@ -90,9 +90,10 @@ def moe_mlp(
     check_num_experts(_OP, w_gate_up.shape[0], w_gate_up)
     specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation)
     w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
-    operands = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), (x, w_gate_up, w_down))
+    operands = (x, w_gate_up, w_down)
+    x, w_gate_up, w_down = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
     groups = Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
-    operands = match_varying(*operands, groups)
+    operands = match_varying(x, w_gate_up, w_down, groups)
     if not recipe.is_fused:
         return _unfused_mlp(recipe, implementation, *operands)
     run = partial(_mlp, with_operand_shardings(specs, *operands[:3]))

@@ -35,8 +35,8 @@ def expert_parallel(
     w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
     # Each device has tokens of its own, even if the operands do not vary. Its number does.
     me = lax.axis_index(axes)
-    *matched, _ = match_varying(x, indices, weights, w_gate_up, w_down, me)
-    operands = Operands(*matched)
+    operands = Operands(x, indices, weights, w_gate_up, w_down)
+    operands, _ = match_varying(operands, me)
     exchange = layer_exchange(options, exchange_name, axes, size, x.shape[0], num_experts)
     if not options.recipe.is_fused:
         return unquantised_layer(options, exchange, operands)
