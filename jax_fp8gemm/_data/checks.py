@@ -3,17 +3,21 @@
 Every message reads `<op>: <what must hold>; got <actual>. <what to do>`, with JAX's short types.
 """
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jax_fp8gemm._data.formats import (
     BLOCKS,
@@ -26,9 +30,26 @@ from jax_fp8gemm._data.formats import (
 
 # A wrong shape is a ValueError. An op that replaces one of JAX raises what that one raises.
 Error = type[ValueError] | type[TypeError]
+# A DTypeLike, or the dtype of a jax.random.key, which has no public type, or whatever is given.
+AnyDType = Any
+Lhs = TypeVar("Lhs")
+Rhs = TypeVar("Rhs")
+Operand = TypeVar("Operand", bound=jax.Array | np.ndarray)
 
 
-def short_dtype(dtype: Any) -> str:
+@runtime_checkable
+class Typed(Protocol):
+    """What has a shape and a dtype: an array of JAX or NumPy, a tracer, the type of an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def short_dtype(dtype: AnyDType) -> str:
     """Returns the name that XLA prints: `f8e4m3fn`, `bf16`, `f32`, `s32`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return str(dtype)  # key<fry>
@@ -41,22 +62,33 @@ def short_dtype(dtype: Any) -> str:
     return name
 
 
-def is_extended(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray]:
+    """Returns whether `x` is an array of JAX or NumPy, or a tracer."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_tracer(x: object) -> bool:
+    """Returns whether `x` stands for an array of a program that is being traced."""
+    return isinstance(x, Tracer)
+
+
+def is_extended(x: Typed) -> bool:
     """Returns whether `x` holds something other than numbers, such as keys of jax.random."""
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def short_type(x: Any) -> str:
+def short_type(x: object) -> str:
     """Returns the type of an array, as in `f8e4m3fn[4096,7168]`; of others the Python type."""
-    shape = getattr(x, "shape", None)  # numpy.shape is a function
-    if not (isinstance(shape, tuple) and hasattr(x, "dtype")):
+    shape: tuple[object, ...] | None = getattr(x, "shape", None)  # numpy.shape is a function
+    dtype: AnyDType = getattr(x, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
         return type(x).__name__
-    return f"{short_dtype(x.dtype)}[{','.join(map(str, shape))}]"
+    return f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
 
 
-def short_repr(x: Any) -> str:
+def short_repr(x: object) -> str:
     """Returns the repr of a wrong argument if that is a short line, or else its type."""
-    if isinstance(x, jax.Array | np.ndarray):
+    if is_array(x):
         return short_type(x)
     try:
         text = repr(x)
@@ -65,7 +97,7 @@ def short_repr(x: Any) -> str:
     return text if 0 < len(text) <= 80 and "\n" not in text else type(x).__name__
 
 
-def _short_dtypes(dtypes: Sequence[Any]) -> str:
+def _short_dtypes(dtypes: Sequence[np.dtype]) -> str:
     names = [short_dtype(dtype) for dtype in dtypes]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -75,7 +107,7 @@ def _then(hint: str) -> str:
     return f". {hint}" if hint else ""
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: Any) -> Any:  # what is no array stays as it is, for check_array to refuse
     """Returns the array that `x` stands for, such as the value of a flax.nnx.Param, or `x` itself.
 
     NumPy scalars become arrays. Without x64, f64 of NumPy is f32, as in jax.numpy.
@@ -84,17 +116,18 @@ def as_array(x: Any) -> Any:
         x = x.__jax_array__()
     if not isinstance(x, np.generic | np.ndarray):
         return x
-    is_f64 = x.dtype == np.float64 and x.dtype.isnative
+    dtype = cast(np.dtype, x.dtype)
+    is_f64 = dtype == np.float64 and dtype.isnative
     with np.errstate(over="ignore"):
         return np.asarray(x, jax.dtypes.canonicalize_dtype(np.float64) if is_f64 else None)
 
 
-def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+def match_floats(lhs: Lhs, rhs: Rhs) -> tuple[Lhs | jax.Array, Rhs | jax.Array]:
     """Returns the operands of a product, with integers beside floats cast to the floats' dtype."""
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in (lhs, rhs)):
+    if not (is_array(lhs) and is_array(rhs)):
         return lhs, rhs
 
-    def match(x: Any, other: Any) -> Any:
+    def match(x: Operand, other: Typed) -> Operand | jax.Array:
         is_integer = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
         is_integer = is_integer and jnp.dtype(x.dtype).isnative
         is_float = any(other.dtype == dtype for dtype in FLOAT_DTYPES)
@@ -103,18 +136,21 @@ def match_floats(lhs: Any, rhs: Any) -> tuple[Any, Any]:
     return match(lhs, rhs), match(rhs, lhs)
 
 
-def check_array(op: str, name: str, x: Any, *, hint: str = "") -> None:
+def check_array(op: str, name: str, x: object, *, hint: str = "") -> jax.Array | np.ndarray:
     """Raises TypeError unless `x` is an array, and ValueError if it is in host memory."""
-    if not isinstance(x, jax.Array | np.ndarray):
+    if not is_array(x):
         raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}{_then(hint)}")
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
         raise ValueError(
             f"{op}: {name} must be in device memory; got {short_type(x)} in host memory. Bring it "
             "back with jax.device_put(..., jax.memory.Space.Device)."
         )
+    return x
 
 
-def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str = "") -> None:
+def check_dtype(
+    op: str, name: str, x: Typed, dtypes: Sequence[np.dtype], *, hint: str = ""
+) -> None:
     """Raises TypeError unless the dtype of `x` is one of `dtypes`."""
     if not any(x.dtype == dtype for dtype in dtypes):  # np.dtype() does not know the dtype of keys
         if x.dtype == np.float64 and FLOAT_DTYPES[-1] in dtypes:
@@ -124,14 +160,21 @@ def check_dtype(op: str, name: str, x: Any, dtypes: Sequence[Any], *, hint: str 
         raise TypeError(f"{op}: {name} must be {expected}; {got}")
 
 
-def check_integers(op: str, name: str, x: Any) -> None:
+def check_integers(op: str, name: str, x: Typed) -> None:
     """Raises TypeError unless `x` has an integer dtype."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be integers; got {name} {short_type(x)}")
 
 
 def check_ndim(
-    op: str, name: str, x: Any, ndim: int, layout: str, *, hint: str = "", error: Error = ValueError
+    op: str,
+    name: str,
+    x: Typed,
+    ndim: int,
+    layout: str,
+    *,
+    hint: str = "",
+    error: Error = ValueError,
 ) -> None:
     """Raises `error` unless `x` has exactly `ndim` dimensions, named by `layout`."""
     if x.ndim != ndim:
@@ -139,13 +182,13 @@ def check_ndim(
         raise error(f"{op}: {name} must be {layout}; {got}")
 
 
-def check_min_ndim(op: str, name: str, x: Any, ndim: int, layout: str) -> None:
+def check_min_ndim(op: str, name: str, x: Typed, ndim: int, layout: str) -> None:
     """Raises ValueError unless `x` has at least `ndim` dimensions, named by `layout`."""
     if x.ndim < ndim:
         raise ValueError(f"{op}: {name} must be {layout}; got {name} {short_type(x)}")
 
 
-def check_count(op: str, what: str, count: int, got: Any) -> None:
+def check_count(op: str, what: str, count: int, got: object) -> None:
     """Raises ValueError unless int32 can number `count` things, such as rows."""
     if count >= 2**31:
         got = got if isinstance(got, str) else short_type(got)
@@ -153,7 +196,7 @@ def check_count(op: str, what: str, count: int, got: Any) -> None:
 
 
 def check_same_k(
-    op: str, lhs: Any, lhs_k: int, rhs: Any, rhs_k: int, *, error: Error = ValueError
+    op: str, lhs: object, lhs_k: int, rhs: object, rhs_k: int, *, error: Error = ValueError
 ) -> None:
     """Raises `error` unless the contraction has the same length on both sides."""
     if lhs_k != rhs_k:
@@ -163,10 +206,10 @@ def check_same_k(
         )
 
 
-def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np.dtype:
+def check_out_dtype(op: str, name: str, dtype: AnyDType, dtypes: Sequence[np.dtype]) -> np.dtype:
     """Returns the requested dtype of the result. Raises TypeError unless it is one of `dtypes`."""
     got = short_repr(dtype)
-    if dtype is not None and not isinstance(dtype, jax.Array | np.ndarray):
+    if dtype is not None and not is_array(dtype):
         try:
             got = short_dtype(dtype)
             found = jnp.dtype(dtype)
@@ -179,18 +222,18 @@ def check_out_dtype(op: str, name: str, dtype: Any, dtypes: Sequence[Any]) -> np
     raise TypeError(f"{op}: {name} must be {_short_dtypes(dtypes)}; got {got}")
 
 
-def check_static(op: str, **values: Any) -> None:
+def check_static(op: str, **values: object) -> None:
     """Raises TypeError if an argument that the program depends on is traced."""
     for name, value in values.items():
         for leaf in jax.tree.leaves(value):
-            if isinstance(leaf, Tracer):
+            if is_tracer(leaf):
                 raise TypeError(
                     f"{op}: {name} must be static; got a traced {short_type(leaf)}. Name it in "
                     "static_argnames of jax.jit, or bind it with functools.partial."
                 )
 
 
-def check_bool(op: str, **values: Any) -> None:
+def check_bool(op: str, **values: object) -> None:
     """Raises TypeError unless each of `values` is True or False."""
     check_static(op, **values)
     for name, value in values.items():
@@ -198,21 +241,25 @@ def check_bool(op: str, **values: Any) -> None:
             raise TypeError(f"{op}: {name} must be True or False; got {short_repr(value)}")
 
 
-def as_index(x: Any) -> int | None:
+def as_index(x: object) -> int | None:
     """Returns `x` as an int, or None if it is no integer."""
     try:
-        return operator.index(x)
+        return operator.index(x)  # pyright: ignore[reportArgumentType]  # which then raises
     except TypeError:
         return None
 
 
-def check_block(op: str, block: Any, *, name: str = "block") -> None:
+def _is_block(block: object) -> bool:
+    return isinstance(block, tuple) and block in BLOCKS
+
+
+def check_block(op: str, block: object, *, name: str = "block") -> None:
     """Raises ValueError unless `block` is one of the two supported scale blocks."""
-    if not isinstance(block, tuple) or block not in BLOCKS:
+    if not _is_block(block):
         raise ValueError(f"{op}: {name} must be (1, 128) or (128, 128); got {short_repr(block)}")
 
 
-def check_implementation(op: str, implementation: Any) -> None:
+def check_implementation(op: str, implementation: object) -> None:
     """Raises ValueError unless `implementation` names an implementation."""
     # The type is checked first, because an array would compare element by element.
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
@@ -221,7 +268,7 @@ def check_implementation(op: str, implementation: Any) -> None:
         )
 
 
-def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, int]) -> None:
+def check_scaled(op: str, name: str, values: Typed, scale: Typed, block: tuple[int, int]) -> None:
     """Checks FP8 values (..., r, c) against f32 scales, one for each `block`."""
     check_block(op, block, name=f"{name}.block")
     check_dtype(op, name, values, FP8_DTYPES)
@@ -241,7 +288,7 @@ def check_scaled(op: str, name: str, values: Any, scale: Any, block: tuple[int, 
 
 
 def check_accumulator(
-    op: str, accumulate_into: Any, shape: tuple[int, ...], out_dtype: Any
+    op: str, accumulate_into: object, shape: tuple[int, ...], out_dtype: DTypeLike
 ) -> None:
     """Raises ValueError unless `accumulate_into` and the result are f32 and of the same shape."""
     expected = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import ParamSpec, TypeVar
 
 import jax
-from jax.core import Tracer
+from jax.sharding import Sharding
 
 from jax_fp8gemm._data import checks
+from jax_fp8gemm._sharding.partition import sorted_devices
 
-Op = TypeVar("Op", bound=Callable[..., Any])
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
-def naming_devices(op: Op) -> Op:
+def naming_devices(op: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Wraps `op`: the error of operands on different devices then names operands and devices.
 
     JAX's error names the operands of a primitive. An op cannot check devices itself, because it
@@ -25,7 +27,7 @@ def naming_devices(op: Op) -> Op:
     names = tuple(inspect.signature(op).parameters)
 
     @functools.wraps(op)
-    def named(*args, **kwargs):
+    def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             return op(*args, **kwargs)
         except ValueError as error:
@@ -35,19 +37,19 @@ def naming_devices(op: Op) -> Op:
         message = f"{op.__name__}: operands must be on the same devices; got {got}"
         raise ValueError(f"{message}. Move them with jax.device_put.")
 
-    return named  # pyright: ignore[reportReturnType]
+    return named
 
 
-def _places(arguments: dict[str, Any]) -> Iterator[str]:
+def _places(arguments: Mapping[str, object]) -> Iterator[str]:
     """Yields each operand, with its devices if it is no tracer and has to stay on them."""
     for name, argument in arguments.items():
         for x in jax.tree.leaves(argument):
             if isinstance(x, jax.Array):
-                is_placed = not isinstance(x, Tracer) and x.committed
-                place = f" on {_short(x.sharding.device_set)}" if is_placed else ""
+                is_placed = not checks.is_tracer(x) and x.committed
+                place = f" on {_short(x.sharding)}" if is_placed else ""
                 yield f"{name} {checks.short_type(x)}{place}"
 
 
-def _short(devices: Iterable[Any]) -> str:
-    first, *rest = sorted(devices, key=lambda device: device.id)
+def _short(sharding: Sharding) -> str:
+    first, *rest = sorted_devices(sharding)
     return f"{first.platform}:{first.id}{f' and {len(rest)} more' if rest else ''}"

@@ -9,9 +9,12 @@ tokens. There every group starts at a multiple of 128, so that no scale block sp
 zeros complete its last block.
 """
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +46,7 @@ class Groups(NamedTuple):
 
 def check_group_sizes(
     op: str,
-    group_sizes: Any,
+    group_sizes: checks.Typed,
     num_groups: int | None = None,
     *,
     error: checks.Error = ValueError,
@@ -67,13 +70,13 @@ def check_group_sizes(
         )
 
 
-def check_rows(op: str, x: Any, m: int, group_sizes: Any) -> None:
+def check_rows(op: str, x: object, m: int, group_sizes: checks.Typed) -> None:
     """Raises ValueError unless int32 can number m rows of `x`, and their ragged columns."""
     got = f"{checks.short_type(x)}, group_sizes {checks.short_type(group_sizes)}"
     checks.check_count(op, "m + 127 g", m + (_BLOCK - 1) * group_sizes.shape[0], got)
 
 
-def as_int32(x: Any, lowest: int = 0) -> jax.Array:
+def as_int32(x: jax.Array | np.ndarray, lowest: int = 0) -> jax.Array:
     """Returns integers, such as group_sizes, as int32 >= `lowest`, saturated instead of wrapped."""
     info = jnp.iinfo(x.dtype)
     bounds = max(int(info.min), lowest), min(int(info.max), _INT32_MAX)
@@ -88,7 +91,10 @@ def row_ranges(group_sizes: jax.Array, first_row: jax.Array, m: int) -> tuple[ja
     limit = jnp.uint32(m)
     first = jnp.clip(first_row.reshape(()), 0, m).astype(jnp.uint32)
     sizes = jnp.clip(group_sizes, 0, m).astype(jnp.uint32)
-    saturating_add = lambda a, b: jnp.minimum(a + b, limit)
+
+    def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.minimum(a + b, limit)
+
     ends = saturating_add(first, jax.lax.associative_scan(saturating_add, sizes))
     ends = ends.astype(jnp.int32)
     return jnp.concatenate([first.astype(jnp.int32)[None], ends[:-1]]), ends

@@ -13,9 +13,13 @@ A block with an Inf or a NaN becomes NaN: scale 0x7fc00000, values 0x7f. Zeros c
 at ragged edges; they are not stored.
 """
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +39,7 @@ _MANTISSA_MASK = np.uint32((1 << 23) - 1)
 _FMAX_SHIFT = {"float8_e4m3fn": 6, "float8_e5m2": 13}
 
 
-def quantize_blocks(x, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+def quantize_blocks(x: jax.Array, block_m: int, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     """Quantises f32 (m, k) with one scale for each block_m x 128 block."""
     m, k = x.shape
     padded = jnp.pad(x, ((0, -m % block_m), (0, -k % _BLOCK)))
@@ -65,7 +69,7 @@ def block_types(
     ]
 
 
-def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:
+def _scale_of(amax_bits: jax.Array, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the scale and its reciprocal, both correctly rounded, from the bits of amax.
 
     NOTE: it computes in integers, because XLA's f32 division is not IEEE on GPU (div.full, 2 ulp),
@@ -87,13 +91,14 @@ def _scale_of(amax_bits, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.A
         scale = (scale + _MANTISSA_MASK) & ~_MANTISSA_MASK
     reciprocal = _reciprocal_bits(scale)
     is_bad = amax_bits >= _INF_BITS
-    as_float = lambda bits: lax.bitcast_convert_type(
-        jnp.where(is_bad, _NAN_BITS, bits), jnp.float32
-    )
+
+    def as_float(bits: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(jnp.where(is_bad, _NAN_BITS, bits), jnp.float32)
+
     return as_float(scale), as_float(reciprocal)
 
 
-def _reciprocal_bits(bits) -> jax.Array:
+def _reciprocal_bits(bits: jax.Array) -> jax.Array:
     """Returns the bits of 1 / x rounded to nearest, for a normal positive x with normal 1 / x.
 
     With x = mantissa * 2^e the wanted 24-bit integer is 2^47 / mantissa, rounded. A float division
@@ -113,13 +118,13 @@ def _reciprocal_bits(bits) -> jax.Array:
     return jnp.where(is_power_of_two, base + _IMPLICIT_BIT, base + (guess - _IMPLICIT_BIT))
 
 
-def _round_to_fp8(x, e5m2: bool) -> jax.Array:
+def _round_to_fp8(x: jax.Array, e5m2: bool) -> jax.Array:
     """Rounds f32 to FP8, to nearest even, saturating; NaN becomes some NaN.
 
     NOTE: astype alone will not do: XLA may round f32 to FP8 twice, through f16. After the rounding
     to the grid in f32 below, astype is exact.
     """
-    info = jnp.finfo(fp8_dtype(e5m2))
+    info = cast("np.finfo[Any]", jnp.finfo(fp8_dtype(e5m2)))
     x = jnp.clip(x, -float(info.max), float(info.max))
     step = float(info.smallest_subnormal)
     subnormal = lax.round(x * (1 / step), lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -128,5 +133,5 @@ def _round_to_fp8(x, e5m2: bool) -> jax.Array:
     return x.astype(fp8_dtype(e5m2))
 
 
-def fp8_dtype(e5m2: bool):
+def fp8_dtype(e5m2: bool) -> np.dtype:
     return jnp.dtype(jnp.float8_e5m2 if e5m2 else jnp.float8_e4m3fn)

@@ -1,15 +1,19 @@
 """ScaledArray: FP8 values with one f32 scale for each block."""
 
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.devices import naming_devices
@@ -56,7 +60,7 @@ class ScaledArray:
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Returns the FP8 dtype of the values."""
         return self.values.dtype
 
@@ -72,7 +76,7 @@ class ScaledArray:
         It costs nothing if `transposed` is stored: the two then change places.
         """
         for name, x in (("values", self.values), ("scale", self.scale)):
-            if not isinstance(x, jax.Array | np.ndarray) or checks.is_extended(x):
+            if not checks.is_array(x) or checks.is_extended(x):
                 got = checks.short_type(x)
                 raise TypeError(f"ScaledArray.T: {name} must be an array of numbers; got {got}")
         if self.block != (128, 128):
@@ -85,7 +89,7 @@ class ScaledArray:
             return ScaledArray(self.values.mT, self.scale.mT, None, self.block)
         return ScaledArray(self.transposed, self.scale.mT, self.values, self.block)
 
-    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch r c"]:
         """Returns value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
         return dequantize(self, dtype)
 
@@ -109,7 +113,7 @@ jax.export.register_pytree_node_serialization(
 
 
 @naming_devices
-def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch r c"]:
+def dequantize(x: ScaledArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch r c"]:
     """Returns value * scale: the product in float32, rounded once to `dtype`.
 
     Args:
@@ -123,12 +127,12 @@ def dequantize(x: ScaledArray, dtype: Any = jnp.float32) -> Float[Array, "*batch
     x = checks.as_array(x)
     check_scaled_array("dequantize", "x", x)
     dtype = checks.check_out_dtype("dequantize", "dtype", dtype, formats.FLOAT_DTYPES)
-    x = jax.tree.map(jnp.asarray, x)
+    x = jax.tree.map(jnp.asarray, x)  # pyright: ignore[reportUnknownArgumentType]  # JAX's own
     spec = lambda: jax.typeof(x.values).sharding.spec
-    return with_auto_axes(lambda x: _dequantize(x, dtype), [x], spec)
+    return with_auto_axes(partial(_dequantize, dtype=dtype), [x], spec)
 
 
-def _dequantize(x: ScaledArray, dtype: Any) -> Float[Array, "*batch r c"]:
+def _dequantize(x: ScaledArray, dtype: np.dtype) -> Float[Array, "*batch r c"]:
     # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
     values = jax.lax.optimization_barrier(x.values)
     return (values.astype(jnp.float32) * spread_scale(x)).astype(dtype)
@@ -143,18 +147,18 @@ def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
     return jnp.repeat(scale, formats.SCALE_BLOCK, axis=-1)[..., :c]
 
 
-def check_unquantised(op: str, name: str, x: Any) -> None:
+def check_unquantised(op: str, name: str, x: object) -> None:
     """Raises TypeError unless `x` is an array of floats, which the op itself quantises."""
     if isinstance(x, ScaledArray):
         raise TypeError(
             f"{op}: {name} must be an array; got a ScaledArray {checks.short_type(x)}. "
             f"{op} quantises {name} itself: pass the array from before quantize."
         )
-    checks.check_array(op, name, x)
-    checks.check_dtype(op, name, x, formats.FLOAT_DTYPES)
+    array = checks.check_array(op, name, x)
+    checks.check_dtype(op, name, array, formats.FLOAT_DTYPES)
 
 
-def check_scaled_array(op: str, name: str, x: Any) -> None:
+def check_scaled_array(op: str, name: str, x: object) -> None:
     """Raises with a sentence if `x` breaks the invariants of a ScaledArray."""
     if not isinstance(x, ScaledArray):
         raise TypeError(
