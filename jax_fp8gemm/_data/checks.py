@@ -3,22 +3,19 @@
 Every message reads `<op>: <what must hold>; got <actual>. <what to do>`, with JAX's short types.
 """
 
-# JAX leaves parameters of its functions untyped.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from jax_fp8gemm._data.arrays import Typed, is_array, is_tracer
 from jax_fp8gemm._data.formats import (
     BLOCKS,
     FLOAT_DTYPES,
@@ -32,21 +29,6 @@ from jax_fp8gemm._data.formats import (
 Error = type[ValueError] | type[TypeError]
 # A DTypeLike, or the dtype of a jax.random.key, which has no public type, or whatever is given.
 AnyDType = Any
-Lhs = TypeVar("Lhs")
-Rhs = TypeVar("Rhs")
-Operand = TypeVar("Operand", bound=jax.Array | np.ndarray)
-
-
-@runtime_checkable
-class Typed(Protocol):
-    """What has a shape and a dtype: an array of JAX or NumPy, a tracer, the type of an array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def ndim(self) -> int: ...
-    @property
-    def dtype(self) -> np.dtype: ...
 
 
 def short_dtype(dtype: AnyDType) -> str:
@@ -60,21 +42,6 @@ def short_dtype(dtype: AnyDType) -> str:
         if name.startswith(long):
             return name.replace(long, short, 1).replace("_", "")
     return name
-
-
-def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray]:
-    """Returns whether `x` is an array of JAX or NumPy, or a tracer."""
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def is_tracer(x: object) -> bool:
-    """Returns whether `x` stands for an array of a program that is being traced."""
-    return isinstance(x, Tracer)
-
-
-def is_extended(x: Typed) -> bool:
-    """Returns whether `x` holds something other than numbers, such as keys of jax.random."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def short_type(x: object) -> str:
@@ -105,35 +72,6 @@ def _short_dtypes(dtypes: Sequence[np.dtype]) -> str:
 def _then(hint: str) -> str:
     """Returns the hint as a sentence behind a message, or nothing if there is no hint."""
     return f". {hint}" if hint else ""
-
-
-def as_array(x: Any) -> Any:  # what is no array stays as it is, for check_array to refuse
-    """Returns the array that `x` stands for, such as the value of a flax.nnx.Param, or `x` itself.
-
-    NumPy scalars become arrays. Without x64, f64 of NumPy is f32, as in jax.numpy.
-    """
-    if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
-        x = x.__jax_array__()
-    if not isinstance(x, np.generic | np.ndarray):
-        return x
-    dtype = cast(np.dtype, x.dtype)
-    is_f64 = dtype == np.float64 and dtype.isnative
-    with np.errstate(over="ignore"):
-        return np.asarray(x, jax.dtypes.canonicalize_dtype(np.float64) if is_f64 else None)
-
-
-def match_floats(lhs: Lhs, rhs: Rhs) -> tuple[Lhs | jax.Array, Rhs | jax.Array]:
-    """Returns the operands of a product, with integers beside floats cast to the floats' dtype."""
-    if not (is_array(lhs) and is_array(rhs)):
-        return lhs, rhs
-
-    def match(x: Operand, other: Typed) -> Operand | jax.Array:
-        is_integer = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-        is_integer = is_integer and jnp.dtype(x.dtype).isnative
-        is_float = any(other.dtype == dtype for dtype in FLOAT_DTYPES)
-        return jnp.asarray(x).astype(other.dtype) if is_integer and is_float else x
-
-    return match(lhs, rhs), match(rhs, lhs)
 
 
 def check_array(op: str, name: str, x: object, *, hint: str = "") -> jax.Array | np.ndarray:

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import jax
 from jax.sharding import Sharding
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._sharding.partition import sorted_devices
 
 Parameters = ParamSpec("Parameters")
@@ -45,7 +45,7 @@ def _places(arguments: Mapping[str, object]) -> Iterator[str]:
     for name, argument in arguments.items():
         for x in jax.tree.leaves(argument):
             if isinstance(x, jax.Array):
-                is_placed = not checks.is_tracer(x) and x.committed
+                is_placed = not arrays.is_tracer(x) and x.committed
                 place = f" on {_short(x.sharding)}" if is_placed else ""
                 yield f"{name} {checks.short_type(x)}{place}"
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 
 _BLOCK = formats.SCALE_BLOCK
 MAX_GROUPS = 1024
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
 
 def check_group_sizes(
     op: str,
-    group_sizes: checks.Typed,
+    group_sizes: arrays.Typed,
     num_groups: int | None = None,
     *,
     error: checks.Error = ValueError,
@@ -70,7 +70,7 @@ def check_group_sizes(
         )
 
 
-def check_rows(op: str, x: object, m: int, group_sizes: checks.Typed) -> None:
+def check_rows(op: str, x: object, m: int, group_sizes: arrays.Typed) -> None:
     """Raises ValueError unless int32 can number m rows of `x`, and their ragged columns."""
     got = f"{checks.short_type(x)}, group_sizes {checks.short_type(group_sizes)}"
     checks.check_count(op, "m + 127 g", m + (_BLOCK - 1) * group_sizes.shape[0], got)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
@@ -76,7 +76,7 @@ class ScaledArray:
         It costs nothing if `transposed` is stored: the two then change places.
         """
         for name, x in (("values", self.values), ("scale", self.scale)):
-            if not checks.is_array(x) or checks.is_extended(x):
+            if not arrays.is_array(x) or arrays.is_extended(x):
                 got = checks.short_type(x)
                 raise TypeError(f"ScaledArray.T: {name} must be an array of numbers; got {got}")
         if self.block != (128, 128):
@@ -124,7 +124,7 @@ def dequantize(x: ScaledArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "
     Raises:
       TypeError: x is no ScaledArray, or a dtype is wrong. ValueError: scale and values disagree.
     """
-    x = checks.as_array(x)
+    x = arrays.as_array(x)
     check_scaled_array("dequantize", "x", x)
     dtype = checks.check_out_dtype("dequantize", "dtype", dtype, formats.FLOAT_DTYPES)
     x = jax.tree.map(jnp.asarray, x)  # pyright: ignore[reportUnknownArgumentType]  # JAX's own

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
@@ -58,7 +58,7 @@ def dot_general(
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
-    lhs, rhs = checks.match_floats(*map(checks.as_array, (lhs, rhs)))
+    lhs, rhs = arrays.match_floats(*map(arrays.as_array, (lhs, rhs)))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_unquantised(op, name, x)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)

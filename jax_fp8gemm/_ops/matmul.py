@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
@@ -78,7 +78,7 @@ def matmul(
     ("fp8gemm_out").
     """
     op = "matmul"
-    lhs, rhs = checks.match_floats(*map(checks.as_array, (lhs, rhs)))
+    lhs, rhs = arrays.match_floats(*map(arrays.as_array, (lhs, rhs)))
     is_scaled = isinstance(rhs, ScaledArray)
     check_unquantised(op, "lhs", lhs)
     checks.check_min_ndim(op, "lhs", lhs, 1, "(..., m, k) or (k,)")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
@@ -54,7 +54,7 @@ def quantize(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize"
-    x = checks.as_array(x)
+    x = arrays.as_array(x)
     checks.check_static(op, block=block, axis=axis)
     checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
     _check_operand(op, x, dtype, implementation)
@@ -99,7 +99,7 @@ def quantize_both(
       ValueError: rank, implementation.
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
-    x = checks.as_array(x)
+    x = arrays.as_array(x)
     checks.check_bool("quantize_both", pow2_scale=pow2_scale)
     _check_operand("quantize_both", x, dtype, implementation)
     args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
@@ -47,7 +47,7 @@ def quantize_ragged(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "quantize_ragged"
-    x, group_sizes = map(checks.as_array, (x, group_sizes))
+    x, group_sizes = map(arrays.as_array, (x, group_sizes))
     checks.check_bool(op, pow2_scale=pow2_scale)
     for name, operand in (("x", x), ("group_sizes", group_sizes)):
         checks.check_array(op, name, operand)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
@@ -85,9 +85,9 @@ def ragged_dot(
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
     op = "ragged_dot"
-    operands = map(checks.as_array, (lhs, rhs, group_sizes, group_offset))
+    operands = map(arrays.as_array, (lhs, rhs, group_sizes, group_offset))
     lhs, rhs, group_sizes, group_offset = operands
-    lhs, rhs = checks.match_floats(lhs, rhs)
+    lhs, rhs = arrays.match_floats(lhs, rhs)
     check_operands(op, lhs, rhs, group_sizes, group_offset)
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding

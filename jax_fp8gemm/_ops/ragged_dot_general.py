@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
@@ -84,9 +84,9 @@ def ragged_dot_general(
     names of CHECKPOINT_NAMES.
     """
     op = "ragged_dot_general"
-    operands = map(checks.as_array, (lhs, rhs, group_sizes, group_offset))
+    operands = map(arrays.as_array, (lhs, rhs, group_sizes, group_offset))
     lhs, rhs, group_sizes, group_offset = operands
-    lhs, rhs = checks.match_floats(lhs, rhs)
+    lhs, rhs = arrays.match_floats(lhs, rhs)
     check_unquantised(op, "lhs", lhs)
     checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
     checks.check_dtype(op, "rhs", rhs, formats.FLOAT_DTYPES)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
@@ -44,7 +44,7 @@ def scaled_matmul(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_matmul"
-    lhs, rhs, accumulate_into = map(checks.as_array, (lhs, rhs, accumulate_into))
+    lhs, rhs, accumulate_into = map(arrays.as_array, (lhs, rhs, accumulate_into))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
         hint = "Map leading dimensions with jax.vmap."

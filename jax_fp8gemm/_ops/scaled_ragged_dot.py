@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data import arrays, checks, groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
@@ -46,7 +46,7 @@ def scaled_ragged_dot(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_ragged_dot"
-    lhs, rhs, group_sizes = map(checks.as_array, (lhs, rhs, group_sizes))
+    lhs, rhs, group_sizes = map(arrays.as_array, (lhs, rhs, group_sizes))
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)
     if lhs.ndim not in (2, 3):

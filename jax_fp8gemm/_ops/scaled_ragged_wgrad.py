@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data import arrays, checks, groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
@@ -43,7 +43,7 @@ def scaled_ragged_wgrad(
       RuntimeError: implementation="cuda" where the kernel cannot run.
     """
     op = "scaled_ragged_wgrad"
-    operands = map(checks.as_array, (lhs, rhs, group_sizes, accumulate_into))
+    operands = map(arrays.as_array, (lhs, rhs, group_sizes, accumulate_into))
     lhs, rhs, group_sizes, accumulate_into = operands
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         check_scaled_array(op, name, x)

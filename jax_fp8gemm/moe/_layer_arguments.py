@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._options import OP
@@ -53,7 +53,7 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
     if not isinstance(router, tuple | list):
         if top_k is None:
             raise ValueError(f"{OP}: top_k must go with router logits; got None")
-        router = checks.as_array(router)
+        router = arrays.as_array(router)
         checks.check_array(OP, "router", router)
         checks.check_dtype(OP, "router", router, formats.FLOAT_DTYPES)
         return fold("router", router, x)
@@ -61,7 +61,7 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
         raise ValueError(
             f"{OP}: router must be logits or (indices, weights); got {len(router)} arrays"
         )
-    indices, weights = map(checks.as_array, router)
+    indices, weights = map(arrays.as_array, router)
     checks.check_array(OP, "indices", indices)
     checks.check_integers(OP, "indices", indices)
     # Saturated where they are, or int64 beyond int32 would wrap to an expert.
@@ -85,7 +85,7 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
 
 def fold(name: str, part: Any, x: Any) -> jax.Array:
     """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
-    part = checks.as_array(part)
+    part = arrays.as_array(part)
     checks.check_array(OP, name, part)
     if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
         raise ValueError(

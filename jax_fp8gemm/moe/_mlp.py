@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
@@ -82,7 +82,7 @@ def moe_mlp(
     weights ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
     save_only_these_names can trade any of them for being computed again.
     """
-    operands = map(checks.as_array, (x, w_gate_up, w_down, group_sizes))
+    operands = map(arrays.as_array, (x, w_gate_up, w_down, group_sizes))
     x, w_gate_up, w_down, group_sizes = operands
     check_experts(_OP, x, w_gate_up, w_down)
     _check_group_sizes(group_sizes, w_down.shape[0])

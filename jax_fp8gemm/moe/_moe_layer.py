@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jax_fp8gemm._data import checks
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
@@ -81,7 +81,7 @@ def moe_layer(
       arguments that do not go together, or tokens or experts that do not divide evenly.
       TypeError: mesh, capacity_factor, anything but the arrays traced.
     """
-    x, w_gate_up, w_down = map(checks.as_array, (x, w_gate_up, w_down))
+    x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))
     check_options(router, top_k, scoring, normalize, capacity_factor)
     check_mesh(expert_axis, exchange, mesh)
     check_recipe(OP, recipe)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._ops.reverse_mode import reverse_mode, transposable_by_none
@@ -47,7 +47,7 @@ def permute(
       ValueError: shapes, num_experts < 1, or num_experts or m * top_k from 2^31 on.
     """
     op = "permute"
-    x, indices = map(checks.as_array, (x, indices))
+    x, indices = map(arrays.as_array, (x, indices))
     for name, operand in (("x", x), ("indices", indices)):
         checks.check_array(op, name, operand)
     checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
@@ -93,7 +93,7 @@ def unpermute(
       TypeError: a dtype. ValueError: shapes, or a top_k above 1024.
     """
     op = "unpermute"
-    rows, order, weights = map(checks.as_array, (rows, order, weights))
+    rows, order, weights = map(arrays.as_array, (rows, order, weights))
     for name, operand in (("rows", rows), ("order", order), ("weights", weights)):
         checks.check_array(op, name, operand)
     for name, operand in (("rows", rows), ("weights", weights)):

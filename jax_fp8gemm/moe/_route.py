@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._sharding.manual_axes import replicate
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def route(
       TypeError: a dtype. ValueError: rank, top_k, scoring.
     """
     op = "route"
-    logits = checks.as_array(logits)
+    logits = arrays.as_array(logits)
     checks.check_array(op, "logits", logits)
     checks.check_dtype(op, "logits", logits, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
