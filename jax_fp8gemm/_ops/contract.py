@@ -1,13 +1,14 @@
-"""contract: any contraction of two arrays, by `product` over matrices that they are folded into.
+"""contract: any contraction of two arrays. They are folded into matrices and multiplied.
 
-Over Explicit mesh axes a sum may stay where its parts are, as with jax.lax.dot_general:
+Over Explicit mesh axes JAX has sums that are not added up: each device keeps its part. They arise
+in two ways, as with jax.lax.dot_general:
 
     an operand is reduced       its cotangent is unreduced: each device has a part of the sum
-    out_sharding is unreduced   the result is: each device multiplies its part of k
+    out_sharding is unreduced   the result is unreduced: each device multiplies its part of k
 
-Both are written as a product for each device, so that nothing is left to add: the mesh axes become
-a batch dimension that they cut into single elements. One operand has it already, as part of the
-dimension that those axes cut; the other is repeated along it, or has it too.
+Both are computed as one product for each device. The mesh axes become a batch dimension with one
+element for each device. In one operand this dimension is split off the dimension that those axes
+cut. In the other operand it is split off too, or the operand is repeated along it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def contract(
     rhs: jax.Array,
     out_spec: PartitionSpec | None,
 ) -> jax.Array:
-    """The contraction: batch dimensions, then lhs's free ones, then rhs's.
+    """Returns an array with the batch dimensions, then the free ones of lhs, then those of rhs.
 
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
@@ -47,7 +48,7 @@ def contract(
         return _contract_matrices(spec, dims, (lhs, rhs), None)
     if out_spec.unreduced:
         return _contract_parts(op, spec, dims, (lhs, rhs), out_spec)
-    # Both are reduced in no contraction that lax.dot_general differentiates.
+    # lax.dot_general differentiates no contraction where both operands are reduced.
     operands = [lhs, rhs]
     for side in (0, 1):
         axes = jax.typeof(operands[side]).sharding.spec.reduced
@@ -61,7 +62,7 @@ def contract(
 def _dim_cut_first_by(
     axes: frozenset[str], x: jax.Array, dims: DimensionNumbers, side: int
 ) -> int | None:
-    """The free dimension of `x`, operand number `side`, whose first mesh axes are these."""
+    """Returns the free dimension of `x`, operand number `side`, that `axes` cut first, or None."""
     if not axes or jax.typeof(x).sharding.spec.unreduced:
         return None
     cut = padded_spec(jax.typeof(x))
@@ -78,8 +79,10 @@ def _contract_repeated(
     side: int,
     other_dim: int,
 ) -> jax.Array:
-    """The contraction where operand number `side` is reduced over the axes that cut `other_dim` of
-    the other first."""
+    """Contracts where operand number `side` is reduced.
+
+    The axes that it is reduced over are the first that cut `other_dim` of the other operand.
+    """
     x, other = operands[side], operands[1 - side]
     sharding = jax.typeof(x).sharding
     axes = padded_spec(jax.typeof(other))[other_dim][: len(sharding.spec.reduced)]
@@ -95,7 +98,7 @@ def _contract_repeated(
     contracting, batch = dims
     shifted = tuple(tuple(d + 1 for d in named) for named in contracting)
     new_batch = tuple((0, *(d + 1 for d in named)) for named in batch)
-    # Where the dimension that was split is in the result.
+    # The place of the dimension that was split, in the result.
     num_batch, free = len(batch[0]), _free(other, contracting[1 - side], batch[1 - side])
     num_before = len(_free(x, contracting[side], batch[side])) if side == 0 else 0
     place = num_batch + num_before + free.index(other_dim)
@@ -114,7 +117,7 @@ def _contract_parts(
     operands: Sequence[jax.Array],
     out_spec: PartitionSpec,
 ) -> jax.Array:
-    """The contraction whose result is unreduced over the axes that cut contracting dimensions."""
+    """Contracts where the result is unreduced over the axes that cut contracting dimensions."""
     (lhs_contract, rhs_contract), batch = dims
     lhs, rhs = (settle(op, x) for x in operands)
     mesh = jax.typeof(lhs).sharding.mesh
@@ -127,12 +130,12 @@ def _contract_parts(
     new_batch = tuple((*range(first), *(d + first for d in named)) for named in batch)
     part_spec = PartitionSpec(*(names or None for names in axes), *out_spec.partitions)
     out = contract(op, spec, (shifted, new_batch), lhs, rhs, part_spec)  # pyright: ignore
-    # One element on each device: no addition.
+    # Each device has one element of these dimensions, so it adds nothing.
     return lax.reduce_sum(out, tuple(range(first)), out_sharding=NamedSharding(mesh, out_spec))
 
 
 def _parts_first(x: jax.Array, dims: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """`x` with each of these dimensions split into so many parts, their numbers in front."""
+    """Splits each of these dimensions into parts; the dimensions that number them come first."""
     for place, (dim, count) in enumerate(zip(dims, counts, strict=True)):
         dim += place
         shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])

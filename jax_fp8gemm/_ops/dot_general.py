@@ -1,4 +1,4 @@
-"""dot_general: any contraction of two arrays, reduced to `matmul`'s product."""
+"""dot_general: lax.dot_general in FP8, by the product of matmul (_ops/product.py)."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ def dot_general(
     implementation: Implementation = None,
     **kwargs: Any,
 ) -> Float[Array, ...]:
-    """jax.lax.dot_general in FP8: for flax's `dot_general=` arguments and for any contraction.
+    """Contracts two arrays as jax.lax.dot_general does, in FP8 with f32 accumulation.
 
-    `nnx.Linear(..., dot_general=jax_fp8gemm.dot_general)`, `nn.Dense(dot_general=...)`; bind a
-    recipe with functools.partial. Several contracting dimensions are flattened into one k, in the
-    order given, and quantised along it; transposed operands are transposed by XLA first, so the
-    layouts without a copy are lhs (..., k) and rhs (k, ...). One product runs for each element of
-    the batch dimensions. Differentiable once, in reverse mode, as `matmul`.
+    Flax takes it as an argument: `nnx.Linear(..., dot_general=jax_fp8gemm.dot_general)`,
+    `nn.Dense(dot_general=...)`. functools.partial binds a recipe. Several contracting dimensions
+    are flattened into one k, in the order given, and quantised along it. XLA transposes operands
+    in other layouts than lhs (..., k) and rhs (k, ...), which takes a copy. One product runs for
+    each element of the batch dimensions. The result is differentiable once, in reverse mode.
 
     Args:
-      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
+      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
-      kwargs: for callers that pass more arguments than lax's; each must be None, which asks for
-        nothing. A TypeError names any other, so no request is lost in silence.
+      kwargs: further arguments, for callers that pass more than lax takes. Each must be None.
     Returns:
-      The batch dimensions, then lhs's free ones, then rhs's.
+      An array with the batch dimensions, then the free ones of lhs, then those of rhs.
     Raises:
-      TypeError: a dtype, an unknown argument, dimension numbers, shapes.
-      ValueError: precision, out_sharding.
+      TypeError: a dtype, a shape or dimension_numbers is wrong, or a further argument is not None.
+      ValueError: precision, implementation or out_sharding is wrong.
+      NotImplementedError: a second derivative is taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
     """
     op = "dot_general"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
@@ -73,7 +74,7 @@ def dot_general(
 
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
-    """The dimension numbers as non-negative tuples, checked against the shapes."""
+    """Returns the dimension numbers as non-negative tuples, checked against the shapes."""
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
             [tuple(map(operator.index, dims)) for dims in pair] for pair in dimension_numbers

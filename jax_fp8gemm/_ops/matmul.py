@@ -1,4 +1,7 @@
-"""matmul: bf16, f16 or f32 in and out, FP8 inside, with its own derivatives (_ops/product.py)."""
+"""matmul: jnp.matmul in FP8, with operands and results in bf16, f16 or f32.
+
+_ops/product.py has the formulas of the product and of its gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,44 +41,47 @@ def matmul(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> Float[Array, "*batch m n"]:
-    """Multiplies arrays of the shapes of jnp.matmul, in FP8 with f32 accumulation.
+    """Multiplies arrays as jnp.matmul does, in FP8 with f32 accumulation.
 
-    Differentiable once, in reverse mode. Any m, n and k; batch dimensions broadcast. Batch
-    dimensions of lhs alone are folded into m.
+    m, n and k may be any numbers. Batch dimensions broadcast; those of lhs alone are folded into m.
+    The product is differentiable once, in reverse mode. Its formats and scale blocks are those of
+    the DeepSeek-V3 report, section 3.3, unless the recipe says otherwise.
 
     Args:
-      lhs: (..., m, k) or (k,), bf16, f16 or f32; integers where rhs holds floats, and then cast to
-        their dtype. Without x64, f64 of NumPy is f32, as in JAX.
-      rhs: (..., k, n) or (k,), likewise; or a ScaledArray (k, n) with block (128, 128),
-        quantised once for many products: its own format is used, and it has no gradient. Give it
-        `transposed` (quantize with_transpose=True), which is what the product reads.
-      recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
-      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand, or a DotAlgorithmPreset
-        of bf16, f16, tf32 or f32, or its name: a plain XLA dot at that precision, without FP8.
-        `jax.default_matmul_precision` has no say: calling this function asks for FP8.
-      preferred_element_type: dtype of the result, bf16, f16 or f32; default that of both operands,
-        f32 where they differ. Weakly typed operands count as others, as in lax.dot_general.
-      implementation: None, the kernels where they can run and the reference elsewhere, with one
-        warning; "cuda", the kernels or an error; "xla", the reference.
-      out_sharding: sharding of the result over the operands' Explicit mesh axes, as in jnp.matmul:
-        needed where k is sharded over one. A PartitionSpec needs the mesh of jax.set_mesh.
+      lhs: (..., m, k) or (k,), bf16, f16 or f32. Integers are cast to the dtype of rhs, if that is
+        one of these. Without x64, f64 of NumPy becomes f32, as in JAX.
+      rhs: (..., k, n) or (k,), like lhs. Or a ScaledArray (k, n) with block (128, 128), quantised
+        once for many products. The product uses its format, and it has no gradient. Store
+        `transposed` in it (quantize with_transpose=True), for the product reads that.
+      recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16 or another Recipe.
+      precision: None or DEFAULT means FP8. HIGH or HIGHEST, for either operand, means a plain XLA
+        dot at that precision; so does a DotAlgorithmPreset of bf16, f16, tf32 or f32,
+        or its name.
+        `jax.default_matmul_precision` has no effect.
+      preferred_element_type: the dtype of the result, bf16, f16 or f32. The default is the dtype
+        of both operands, or f32 if they differ. A weakly typed one counts as any other, as in lax.
+      implementation: None runs the kernels where they can run, and elsewhere the reference, with
+        one warning. "cuda" runs the kernels or raises. "xla" runs the reference.
+      out_sharding: the sharding of the result over the operands' Explicit mesh axes, as in
+        jnp.matmul. It is needed if one of them cuts k. A PartitionSpec needs the mesh of
+        jax.set_mesh.
     Returns:
       (..., m, n) array. Gradients have the dtypes of their operands.
     Raises:
-      TypeError: a dtype, lhs and rhs with another k each.
-      ValueError: other shapes, precision, implementation, scale block, out_sharding.
-      NotImplementedError: a second derivative.
-      RuntimeError: implementation="cuda" where the kernels cannot run.
+      TypeError: a dtype is wrong, or lhs and rhs differ in k.
+      ValueError: another shape, precision, implementation, scale block or out_sharding is wrong.
+      NotImplementedError: a second derivative is taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
 
-    On a mesh, under jit, each device multiplies its shards where they hold whole scale blocks: 128
-    of k, of n, and for gradients of m; batch dimensions may be cut anywhere. An operand is gathered
-    along a dimension where they do not, and, in FP8, along one whose mesh axis cuts another
-    dimension of the product. Where k is sharded, partial sums are added, in f32 unless the recipe
-    says otherwise.
+    On a mesh, under jit, each device multiplies its shards. A shard must hold whole scale blocks:
+    multiples of 128 of k and n, and for gradients of m. Otherwise the operand is gathered along
+    that dimension. In FP8 it is also gathered along a dimension whose mesh axis cuts another
+    dimension of the product. Batch dimensions may be cut anywhere. Where k is sharded, the devices
+    add partial sums, in f32 unless the recipe says otherwise.
 
-    The backward pass keeps lhs quantised along m ("fp8gemm_lhs"; lhs itself with wgrad="bf16") and
-    rhs ("fp8gemm_rhs"), named for jax.checkpoint_policies.save_only_these_names, as is the result
-    ("fp8gemm_out").
+    The backward pass keeps lhs quantised along m, or lhs itself with wgrad="bf16", under the name
+    "fp8gemm_lhs", and rhs under "fp8gemm_rhs". The result is named "fp8gemm_out". The names are
+    for jax.checkpoint_policies.save_only_these_names.
     """
     op = "matmul"
     lhs, rhs = arrays.match_floats(*map(arrays.as_array, (lhs, rhs)))
@@ -127,7 +133,7 @@ def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
 def _broadcast_product(
     spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None
 ) -> jax.Array:
-    """The product with jnp.matmul's rules for batch dimensions."""
+    """Multiplies with jnp.matmul's rules for batch dimensions."""
     *lhs_batch, m, k = lhs.shape
     *rhs_batch, n = (*rhs.shape[:-2], rhs.shape[-1])
     batch = jnp.broadcast_shapes(tuple(lhs_batch), tuple(rhs_batch))

@@ -1,4 +1,4 @@
-"""check_out_sharding: the argument out_sharding of the products."""
+"""check_out_sharding: checks the argument out_sharding of the products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_fp8gemm._sharding.rule import axes_of
 
 
 def check_out_sharding(op: str, out_sharding: Any, operands: Sequence[Any]) -> None:
-    """Raises unless `out_sharding` can be had: None, or over the operands' Explicit mesh axes."""
+    """Raises unless `out_sharding` is None, or is over Explicit mesh axes of the operands."""
     if out_sharding is None:
         return
     if not isinstance(out_sharding, NamedSharding | PartitionSpec):

@@ -1,14 +1,15 @@
-"""product: the differentiable product of quantised operands that matmul and dot_general make.
+"""product: the differentiable product of matmul and dot_general.
 
 For lhs (m, k), rhs (k, n) and the cotangent dout (m, n), each product reads both of its operands
-along the contraction; in brackets their scale blocks:
+along the contraction. Brackets hold the scale blocks. The right column names the kernel.
 
     out  = lhs    [1x128 along k] . rhs    [128x128]          1d2d
-    dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d, the very values of out's rhs
+    dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d
     drhs = lhs^T  [1x128 along m] . dout   [1x128 along m]    1d1d
 
-Accumulation is f32 throughout. lhs and dout are each read once for both of their quantisations.
-What the backward pass keeps is FP8 with its scales, under the names of CHECKPOINT_NAMES.
+dlhs reads the same quantised values of rhs as out. Sums are accumulated in f32. lhs and dout are
+each read once for both of their quantisations. The backward pass keeps FP8 values and scales, under
+the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def products(
     num_batch_dims: int,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """A product for each element of the first dimensions, which a mesh may cut one by one.
+    """Multiplies for each element of the first dimensions; a mesh may cut each of them.
 
-    out_spec: how Explicit mesh axes cut the result.
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
     if out_spec is not None and num_batch_dims:
         batch = out_spec.partitions[:num_batch_dims]
@@ -81,7 +82,10 @@ def product(
     rhs: Weights,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """lhs (..., m, k) times rhs (k, n). out_spec: how Explicit mesh axes cut the result."""
+    """Multiplies lhs (..., m, k) by rhs (k, n).
+
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    """
     spec = with_shardings(spec, lhs, rhs, out_spec)
     operands = match_varying(lhs, without_gradient("matmul", "rhs", rhs))
     return reverse_mode("matmul", partial(_product, spec), *operands)
@@ -134,8 +138,11 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def _with_whole_blocks(x: jax.Array) -> jax.Array:
-    """`x` (..., m, k), of whose leading dimensions as many are folded into m as give it whole scale
-    blocks: those along m are then the same as if all were folded. All are where none give it."""
+    """Folds leading dimensions of `x` (..., m, k) into m until m consists of whole scale blocks.
+
+    The blocks along m are then the same as if all leading dimensions were folded. If m never
+    becomes a multiple of 128, all of them are.
+    """
     *batch, m, k = x.shape
     while batch and m % formats.SCALE_BLOCK:
         m *= batch.pop()
@@ -150,7 +157,7 @@ def _unfolded(
     rows: tuple[int, ...],
     out_spec: PartitionSpec | None,
 ) -> jax.Array:
-    """`_gemm_as` with the dimensions `rows` in front, as before `_with_whole_blocks`."""
+    """Returns the product with its rows unfolded to `rows`, the shape before _with_whole_blocks."""
     n = rhs.shape[0]
     folded_spec = None
     if out_spec is not None:
@@ -168,7 +175,7 @@ def _gemm_as(
     rhs: ScaledArray,
     out_spec: PartitionSpec | None,
 ) -> jax.Array:
-    """gemm with a result of any float dtype: f16 by way of f32."""
+    """Returns the product with a result of `dtype`. One in f16 is rounded from f32."""
     how = kernel_dtype(dtype), spec.implementation, None, spec.reduce_dtype, out_spec
     return gemm(lhs, rhs, *how).astype(dtype)
 

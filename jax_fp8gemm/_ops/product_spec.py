@@ -132,7 +132,7 @@ def check_static_args(
 def make_spec(
     op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
 ) -> ProductSpec:
-    """Checks what is static; `rhs` is None where it is quantised already."""
+    """Checks the static arguments; `rhs` is None where it is quantised already."""
     check_recipe(op, recipe)
     checks.check_implementation(op, implementation)
     dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
@@ -165,7 +165,7 @@ def out_spec_of(
         return None
     rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
     cast = lambda x: x.astype(dtype)
-    # Not eval_shape, which tells a sharding only where all axes are Explicit.
+    # jax.eval_shape would not do: it returns shardings only where all axes are Explicit.
     closed = jax.make_jaxpr(lambda lhs, rhs: xla(cast(lhs), cast(rhs)))(lhs, rhs)
     out: Any = closed.out_avals[0]
     return out.sharding.spec

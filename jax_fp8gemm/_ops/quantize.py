@@ -1,7 +1,7 @@
-"""quantize: bf16, f16 or f32 to FP8 with one f32 scale a block.
+"""quantize, quantize_both: round bf16, f16 or f32 to FP8, with one f32 scale for each block.
 
-_data/rounding.py says what a scale and a value are, to the bit, and is the reference; the kernel
-agrees with it. Scale blocks of DeepSeek-V3 (report, section 3.3.2).
+_data/rounding.py defines scales and values to the bit, and is the reference. The kernel agrees with
+it. The blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ def quantize(
     with_transpose: bool = False,
     implementation: Implementation = None,
 ) -> ScaledArray:
-    """Quantises `x` to FP8 with one scale a block; ScaledArray.dequantize undoes it.
+    """Quantises `x` to FP8 with one f32 scale for each block.
+
+    ScaledArray.dequantize converts the result back. This function is not differentiable.
 
     Args:
-      x: (..., m, k) bf16, f16 or f32; any m and k.
-      block: (1, 128): 128 neighbours along `axis` share a scale. (128, 128): squares do.
-      axis: -1, or -2 for scale blocks along m: the result is then that of x^T, (..., k, m) with
-        scale (..., k, ceil(m / 128)), as a contraction over m reads it. -1 with square blocks.
+      x: (..., m, k) bf16, f16 or f32, with any m and k.
+      block: with (1, 128), 128 neighbours along `axis` share a scale. With (128, 128), the elements
+        of a square do.
+      axis: -1, or -2 for scale blocks along m. The result is then that of x^T, (..., k, m), with
+        scale (..., k, ceil(m / 128)), as a contraction over m reads it. Square blocks need -1.
       dtype: float8_e4m3fn or float8_e5m2.
-      pow2_scale: round each scale up to a power of two; scaling is then exact.
-      with_transpose: also store the transposed values, from the same read; square blocks only.
-      implementation: None, the kernel where it can run and the reference elsewhere, with one
-        warning; "cuda", the kernel or an error; "xla", the reference. All give the same bits.
+      pow2_scale: whether to round each scale up to a power of two. Scaling is then exact.
+      with_transpose: whether to store the transposed values too, from the same read. Square blocks
+        only.
+      implementation: None runs the kernel where it can run, and elsewhere the reference, with one
+        warning. "cuda" runs the kernel or raises. "xla" runs the reference. The bits are the same.
     Returns:
-      ScaledArray of the values and f32 scales. A block with an Inf or a NaN is NaN throughout.
-      Not differentiable. Sharded as `x`, where its shards hold whole blocks. In a shard_map `x` is
-      the shard: its blocks are those of the whole where it is cut at multiples of 128.
+      A ScaledArray of FP8 values and f32 scales. A block that holds an Inf or a NaN becomes NaN as
+      a whole. The result is sharded as `x` is, where its shards hold whole blocks. In a shard_map
+      `x` is the shard of a device, and the blocks start at its first element.
     Raises:
-      TypeError: dtype of x, `dtype`, a flag that is no bool, anything but x traced.
-      ValueError: rank, block, axis, with_transpose, implementation.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      TypeError: the dtype of x or `dtype` is wrong, a flag is no bool, or an argument other than x
+        is traced.
+      ValueError: the rank of x, block, axis, with_transpose or implementation is wrong.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "quantize"
     x = arrays.as_array(x)
@@ -89,15 +94,15 @@ def quantize_both(
     pow2_scale: bool = False,
     implementation: Implementation = None,
 ) -> tuple[ScaledArray, ScaledArray]:
-    """Quantises `x` (..., m, k) along k and along m in one read of it.
+    """Quantises `x` (..., m, k) along k and along m, and reads it once.
 
     Args: as for `quantize`.
     Returns:
       quantize(x, axis=-1), (..., m, k), and quantize(x, axis=-2), (..., k, m).
     Raises:
-      TypeError: dtype of x, `dtype`, a pow2_scale that is no bool.
-      ValueError: rank, implementation.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      TypeError: the dtype of x or `dtype` is wrong, or pow2_scale is no bool.
+      ValueError: the rank of x or implementation is wrong.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     x = arrays.as_array(x)
     checks.check_bool("quantize_both", pow2_scale=pow2_scale)
@@ -108,7 +113,7 @@ def quantize_both(
 
 
 def _batch_first(columns: ScaledArray) -> ScaledArray:
-    """Columns (k, ..., m) as (..., k, m)."""
+    """Transposes columns (k, ..., m) to (..., k, m)."""
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), columns) if columns.ndim > 2 else columns
 
 

@@ -1,4 +1,4 @@
-"""quantize_ragged: the checked quantisation along the tokens of each group."""
+"""quantize_ragged: quantises along the tokens of each group, for a weight gradient."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ def quantize_ragged(
     pow2_scale: bool = False,
     implementation: Implementation = None,
 ) -> ScaledArray:
-    """Quantises x along the tokens of each group: an operand of scaled_ragged_wgrad.
+    """Quantises x along the tokens of each group. scaled_ragged_wgrad takes the result.
+
+    It is not differentiable.
 
     Args:
-      x: (m, k) bf16, f16 or f32, rows (tokens) sorted by group.
-      group_sizes: (g,) integers: rows of each group, in order. A negative size counts as 0,
-        rows past m as none; rows past the sum are left out.
+      x: (m, k) bf16, f16 or f32. Its rows, the tokens, are sorted by group.
+      group_sizes: (g,) integers, the number of rows of each group, in order. A negative size counts
+        as 0. A group that would end past row m ends there. Rows past the sum are left out.
       dtype: float8_e4m3fn or float8_e5m2.
-      pow2_scale: round each scale up to a power of two.
+      pow2_scale: whether to round each scale up to a power of two.
       implementation: as for quantize.
     Returns:
-      ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128: group i starts
-      at column 128 * (the number of 128-row blocks of the groups before it), the rest of its last
-      block and of the array is zero; a block that holds an Inf or a NaN is NaN throughout. Not
-      differentiable. Sharded in k by the mesh axes of k and of m, in t by none.
+      A ScaledArray (k, t) of x^T with block (1, 128) and t = (m + 127 g) // 128 * 128. Group i
+      starts at column 128 * (the number of 128-row blocks of the groups before it). Columns that
+      hold no token are zero. A block that holds an Inf or a NaN becomes NaN as a whole. The mesh
+      axes that cut k or m cut the k of the result; no axis cuts t.
     Raises:
-      TypeError: a dtype, or a pow2_scale that is no bool.
-      ValueError: a rank, no or more than 1024 groups, implementation.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      TypeError: a dtype is wrong, or pow2_scale is no bool.
+      ValueError: a rank or implementation is wrong, or there are not 1 to 1024 groups.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "quantize_ragged"
     x, group_sizes = map(arrays.as_array, (x, group_sizes))

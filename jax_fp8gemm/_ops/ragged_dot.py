@@ -48,39 +48,44 @@ def ragged_dot(
 ) -> Float[Array, "m n"]:
     """Multiplies each group of rows by its own matrix, in FP8 with f32 accumulation.
 
-    The next group_sizes[i] rows of lhs are multiplied by rhs[i]. Arguments as in
-    jax.lax.ragged_dot, which it can replace; differentiable once, in reverse mode. Any m, n, k and
-    1 to 1024 groups of any sizes, which stay on the device. vmap runs one element after another.
+    The next group_sizes[i] rows of lhs are multiplied by rhs[i]. The arguments are those of
+    jax.lax.ragged_dot, which this function can replace. m, n and k may be any numbers; there may be
+    1 to 1024 groups of any sizes. The sizes stay on the device. jax.vmap runs one element after
+    another. The product is differentiable once, in reverse mode. Its formats and scale blocks are
+    those of the DeepSeek-V3 report, section 3.3, unless the recipe says otherwise.
 
     Args:
-      lhs: (m, k) bf16, f16 or f32, rows sorted by group; integers as for matmul.
-      rhs: (g, k, n), likewise; or a ScaledArray (g, k, n) with block (128, 128), quantised
-        once for many products, without a gradient. Give it `transposed` (quantize
-        with_transpose=True), which is what the product reads.
-      group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
-        the sum are zero in the result and in the gradient, whatever lhs holds there.
-      precision: None or DEFAULT: FP8. HIGH or HIGHEST, for either operand: jax.lax.ragged_dot.
+      lhs: (m, k) bf16, f16 or f32, rows sorted by group. It may hold integers, as for matmul.
+      rhs: (g, k, n), like lhs. Or a ScaledArray (g, k, n) with block (128, 128), quantised once for
+        many products. It has no gradient. Store `transposed` in it (quantize with_transpose=True),
+        for the product reads that.
+      group_sizes: (g,) integers. A negative size counts as 0. A group that would end past row m
+        ends there. Rows past the sum are zero in the result and in the gradient, whatever lhs
+        holds there.
+      precision: None or DEFAULT means FP8. HIGH or HIGHEST, for either operand, means
+        jax.lax.ragged_dot.
       preferred_element_type: as for matmul.
-      group_offset: (1,) integer: rhs holds the g groups from this one on, of the G >= g groups that
-        group_sizes has then. Rows of the other groups are zero. Clamped to 0..G-g.
-      recipe: formats and scale blocks; DEEPSEEK_V3, HYBRID, BF16 or another.
-      implementation: None, the kernels where they can run and the reference elsewhere, with one
-        warning; "cuda", the kernels or an error; "xla", the reference.
-      out_sharding: sharding of the result over Explicit mesh axes; default that of lhs in m and of
-        rhs in n. Needed where both are sharded over one in k.
+      group_offset: (1,) integer. rhs then holds g of the G >= g groups of group_sizes: those from
+        this one on. Rows of other groups are zero in the result. It is clamped to 0..G-g.
+      recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16 or another Recipe.
+      implementation: None runs the kernels where they can run, and elsewhere the reference, with
+        one warning. "cuda" runs the kernels or raises. "xla" runs the reference.
+      out_sharding: the sharding of the result over Explicit mesh axes. The default is that of lhs
+        in m and of rhs in n. It is needed if an axis cuts both operands in k.
     Returns:
-      (m, n) array. Gradients have the dtypes of their operands, that of an empty group is zero;
-      group_sizes has none.
+      (m, n) array. Gradients have the dtypes of their operands. The gradient of the matrix of an
+      empty group is zero. group_sizes has no gradient.
     Raises:
-      TypeError: a dtype, shapes, as in lax.
-      ValueError: group_offset, more than 1024 groups, precision, implementation, scale block.
-      NotImplementedError: a second derivative.
-      RuntimeError: implementation="cuda" where the kernels cannot run.
+      TypeError: a dtype or a shape is wrong, as in lax.
+      ValueError: group_offset, precision, implementation or a scale block is wrong, or there are
+        more than 1024 groups.
+      NotImplementedError: a second derivative is taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
 
-    On a mesh, under jit, each device multiplies its shards, as in matmul; rows are cut anywhere.
-    Where k is sharded, or g, partial sums are added, in f32 unless the recipe says otherwise. For
-    the gradient of rhs a device trades its rows for columns of all rows, so that the scale blocks
-    stay those of one device.
+    On a mesh, under jit, each device multiplies its shards, as in matmul. Rows may be cut anywhere.
+    Where k or g is sharded, the devices add partial sums, in f32 unless the recipe says otherwise.
+    For the gradient of rhs the devices exchange rows for columns, so that each gets some columns of
+    all rows. The scale blocks are then the same as on one device.
 
     The backward pass keeps what matmul's does, under the same names (CHECKPOINT_NAMES).
     """
@@ -110,9 +115,9 @@ def ragged_dot(
 def _out_spec(
     spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_sharding: Any
 ) -> PartitionSpec | None:
-    """How Explicit mesh axes cut the result: as that of lhs times one of the matrices.
+    """Returns how Explicit mesh axes cut the result, or None where no axis is Explicit.
 
-    None where no axis is Explicit.
+    By default they cut it as they cut the product of lhs and one of the matrices.
     """
     if out_sharding is not None:
         return getattr(out_sharding, "spec", out_sharding)
@@ -123,7 +128,7 @@ def _out_spec(
 
 
 def check_operands(op: str, lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> None:
-    """Raises unless these are operands of ragged_dot."""
+    """Raises unless ragged_dot takes these operands."""
     check_unquantised(op, "lhs", lhs)
     hint = "Map leading dimensions with jax.vmap."
     checks.check_ndim(op, "lhs", lhs, 2, "(m, k)", hint=hint, error=TypeError)

@@ -1,6 +1,6 @@
-"""ragged_dot_general: the grouped product over rows, or over the contraction of each group.
+"""ragged_dot_general: lax.ragged_dot_general in FP8, for ragged rows and a ragged contraction.
 
-Ragged rows are ragged_dot's. _ops/ragged_product.py has the formulas of both.
+ragged_dot computes the former. _ops/ragged_product.py has the formulas of both.
 """
 
 from __future__ import annotations
@@ -54,31 +54,34 @@ def ragged_dot_general(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> Float[Array, ...]:
-    """jax.lax.ragged_dot_general in FP8, for ragged rows and for a ragged contraction.
+    """Computes jax.lax.ragged_dot_general in FP8, for ragged rows and for a ragged contraction.
 
-    Ragged rows: (m, k), (g, k, n) -> (m, n), as `ragged_dot`. Ragged contraction: (m, k), (m, n) ->
-    (g, k, n), where the next group_sizes[i] rows of lhs and rhs make result i. The dimensions of
-    lhs and rhs may come in any order: XLA transposes them to the order above. Arguments as in lax;
-    differentiable once, in reverse mode. vmap runs one element after another.
+    Ragged rows: (m, k), (g, k, n) -> (m, n). This is `ragged_dot`. Ragged contraction: (m, k),
+    (m, n) -> (g, k, n). The next group_sizes[i] rows of lhs and rhs are contracted to element i of
+    the result. The dimensions of lhs and rhs may come in any order, and XLA transposes them to the
+    order above. The arguments are those of lax. jax.vmap runs one element after another. The
+    product is differentiable once, in reverse mode. Its formats and scale blocks are those of the
+    DeepSeek-V3 report, section 3.3, unless the recipe says otherwise.
 
     Args:
-      lhs, rhs: bf16, f16 or f32; or one of integers, as for `matmul`.
+      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`.
       group_sizes: as for `ragged_dot`. Rows past the sum reach no result.
       ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers.
-      precision: as for `ragged_dot`; HIGH or HIGHEST is jax.lax.ragged_dot_general.
+      precision: as for `ragged_dot`. HIGH or HIGHEST means jax.lax.ragged_dot_general.
       preferred_element_type, implementation, out_sharding: as for `ragged_dot`.
-      group_offset: as for `ragged_dot`; ragged rows only.
-      recipe: formats and scale blocks. Its wgrad says nothing of a ragged contraction, which is
-        itself what was asked for, in FP8.
+      group_offset: as for `ragged_dot`, for ragged rows only.
+      recipe: the formats and scale blocks. Its wgrad has no effect on a ragged contraction, which
+        runs in FP8.
     Returns:
-      (m, n) or (g, k, n) array; zero for an empty group. Gradients have the dtypes of their
+      (m, n) or (g, k, n) array, zero for an empty group. Gradients have the dtypes of their
       operands, and are zero in rows of no group.
     Raises:
-      TypeError: a dtype, dimension numbers, shapes, as in lax.
-      ValueError: more than 1024 groups, precision, implementation.
-      NotImplementedError: a ragged batch, other batch dimensions, several contracting or free
-        dimensions, group_offset in a ragged contraction, a second derivative.
-      RuntimeError: implementation="cuda" where the kernels cannot run.
+      TypeError: a dtype, a shape or the dimension numbers are wrong, as in lax.
+      ValueError: precision or implementation is wrong, or there are more than 1024 groups.
+      NotImplementedError: a batch is ragged, there are other batch dimensions, or several
+        contracting or free ones, a ragged contraction has a group_offset, or a second derivative is
+        taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
 
     The backward pass of a ragged contraction keeps lhs quantised along k and rhs along n, under the
     names of CHECKPOINT_NAMES.
@@ -126,9 +129,9 @@ def ragged_dot_general(
 def _out_spec(
     spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, out_sharding: Any
 ) -> PartitionSpec | None:
-    """How Explicit mesh axes cut a ragged contraction: as that of all rows.
+    """Returns how Explicit mesh axes cut a ragged contraction, or None where no axis is Explicit.
 
-    None where no axis is Explicit.
+    By default they cut each group's result as they cut the contraction of all rows.
     """
     if out_sharding is not None:
         return getattr(out_sharding, "spec", out_sharding)
@@ -138,7 +141,7 @@ def _out_spec(
 
 
 def _orders(op: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The orders in which lhs is (m, k), and rhs (g, k, n) or, to contract rows, (m, n)."""
+    """Returns the orders in which lhs is (m, k), and rhs (g, k, n) or, to contract rows, (m, n)."""
     if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
         raise TypeError(
             f"{op}: ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers; "

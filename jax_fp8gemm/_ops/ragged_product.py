@@ -145,7 +145,8 @@ def _contraction_bwd(
 ) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = kept
     assert spec.rhs_dtype is not None
-    # K-major: as it is for dlhs, which contracts n, and transposed for drhs, which contracts k.
+    # Kernels read operands along the contraction. dlhs contracts n and takes dout as it is. drhs
+    # contracts k and takes it transposed.
     dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
     groups, shardings = Groups.of_sizes(sizes), spec.shardings
     with jax.named_scope("dlhs"):

@@ -1,10 +1,13 @@
-"""The grouped products without FP8: jax.lax.ragged_dot and ragged_dot_general, made to fit.
+"""xla_ragged_dot and xla_ragged_contraction: the grouped products without FP8, from lax.
 
-Groups start at first_row, int32 (1,). Rows of no group are zero in a result and reach no sum,
-whatever they hold. bf16, f16 and f32 promote to f32 unless equal.
+They add to jax.lax.ragged_dot and jax.lax.ragged_dot_general what ragged_dot promises:
 
-Each product is the derivative of the other. lax has no derivative of the contraction, none of
-either over Explicit mesh axes, and no vmap over some operands only.
+- Groups may start at another row than row 0. Rows of no group are zero in a result and reach no
+  sum, whatever they hold.
+- bf16, f16 and f32 promote to f32 unless the operands have the same dtype.
+- Each product is the derivative of the other. lax cannot differentiate the contraction, nor either
+  product over Explicit mesh axes.
+- jax.vmap may batch some operands only.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 class XlaOptions(NamedTuple):
-    """What a caller asks of a product.
+    """The options that a caller chooses for a product.
 
     Attributes:
-      precision: that of the XLA product, or None for the default.
+      precision: the precision of the XLA product, or None for the default.
       out_dtype: the dtype of the result.
       out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
@@ -128,9 +131,10 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def _groups_from_row_0(groups: Groups, m: int) -> tuple[jax.Array, jax.Array]:
-    """Which rows are in a group, (m, 1), and sizes for lax: its first group starts at row 0.
+    """Returns a mask (m, 1) of the rows in a group, and sizes for lax.
 
-    That group then holds the rows before ours too, which the mask makes zero.
+    In lax the first group starts at row 0. It gets the rows before our first group too, and the
+    mask makes them zero.
     """
     starts, ends = row_ranges(*groups, m)
     rows = jnp.arange(m, dtype=jnp.int32)[:, None]
@@ -144,7 +148,10 @@ def _promote(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_dtype(lhs: jax.Array, out_dtype: DType) -> DType:
-    """The dtype to ask lax for: a sum in f16 of bf16 operands, say, would be rounded to bf16."""
+    """Returns the result dtype to request from lax.
+
+    With f16 for bf16 operands, for example, lax would round the sum to bf16 first.
+    """
     return out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
 
 
@@ -157,5 +164,5 @@ def _lax_options(static: _Static, lhs: jax.Array, out_ndim: int) -> dict[str, An
 
 
 def _unsharded(x: jax.Array, ndim: int) -> NamedSharding:
-    """The sharding of a result on the mesh of `x`: lax infers none over Explicit axes."""
+    """Returns a replicated sharding on the mesh of `x`, for lax infers none over Explicit axes."""
     return jax.typeof(x).sharding.update(spec=PartitionSpec(*(None,) * ndim))

@@ -1,8 +1,9 @@
-"""reverse_mode: what an op says where it is differentiated in any other mode.
+"""reverse_mode: raises a helpful error where an op is not differentiated in reverse mode.
 
-JAX's own errors name custom_vjp, or a primitive of JAX. Two identities say more. `_marker` is put
-on operands and results of an op, and gives each tangent a `_tangent`. Reverse mode transposes the
-latter and never computes it; forward mode would. Neither leaves anything in a program.
+JAX's own errors name custom_vjp, or a primitive of JAX. Two primitives that return their operand
+raise better ones. `_marker` is applied to operands and results of an op; its derivative applies
+`_tangent` to the tangent. Reverse mode transposes `_tangent` and never computes it. Forward mode
+would compute it, and gets the error. Neither primitive leaves anything in a compiled program.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from jax_fp8gemm._data import formats
 
 
 def reverse_mode(op: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """function(*operands), a jax.custom_vjp, with sentences of `op` for other derivatives.
+    """Calls `function`, a jax.custom_vjp. Other derivatives raise errors that name `op`.
 
-    NOTE: `function` must keep none of its operands for the backward pass. A marked one that is not
-    differentiated would be a copy, where a function is jitted and its gradient is not.
+    NOTE: `function` must keep none of its operands for the backward pass. If a function is jitted
+    and its gradient is not, a marked operand that is kept would be a copy.
     """
     return transposable_by_none(op, function(*_mark(op, operands)))
 
 
 def transposable_by_none(op: str, out: Any) -> Any:
-    """`out` of `op`, with its sentence for jax.linear_transpose."""
+    """Returns `out`, a result of `op`. Its jax.linear_transpose raises an error that names `op`."""
     return _mark(op, out)
 
 
@@ -76,7 +77,7 @@ ad.deflinear2(_tangent, lambda cotangent, x, *, op: [cotangent])
 
 
 def undifferentiable(x: jax.Array, message: str) -> jax.Array:
-    """`x`; raises TypeError(message) where it is differentiated."""
+    """Returns `x`. Differentiating it raises TypeError(message)."""
     return _undifferentiable_p.bind(x, message=message)
 
 

@@ -23,7 +23,7 @@ def check_result(
     implementation: Any,
     accumulate_into: Any = None,
 ) -> DType:
-    """Checks what a caller says of a result of `shape`, and returns its dtype."""
+    """Checks the arguments that concern a result of `shape`, and returns its dtype."""
     out_dtype = checks.check_out_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     checks.check_implementation(op, implementation)
     if accumulate_into is not None:

@@ -1,4 +1,4 @@
-"""scaled_matmul: the product of two quantised matrices, both K-major (_primitives/gemm.py)."""
+"""scaled_matmul: multiplies two quantised matrices, both K-major (_primitives/gemm.py)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ def scaled_matmul(
 ) -> Float[Array, "m n"]:
     """Multiplies quantised lhs (m, k) by the transpose of quantised rhs (n, k).
 
+    It is not differentiable; jax_fp8gemm.matmul is. The scaling is that of the DeepSeek-V3 report,
+    section 3.3.2.
+
     Args:
-      lhs: (m, k) with scale blocks (1, 128); e4m3fn or e5m2.
-      rhs: (n, k) with scale blocks (128, 128) or (1, 128); e4m3fn or e5m2.
+      lhs: (m, k) with scale blocks (1, 128), float8_e4m3fn or float8_e5m2.
+      rhs: (n, k) with scale blocks (128, 128) or (1, 128), float8_e4m3fn or float8_e5m2.
       out_dtype: bfloat16 or float32.
-      accumulate_into: (m, n) f32 that the product is added to, with out_dtype float32. Its buffer
-        becomes the result's where XLA can (donate it under jit).
-      implementation: None, the kernel where it can run and the reference elsewhere, with one
-        warning; "cuda", the kernel or an error; "xla", the reference.
+      accumulate_into: (m, n) f32 that the product is added to; out_dtype must be float32. XLA
+        reuses its buffer for the result where it can. Donate it under jit.
+      implementation: None runs the kernel where it can run, and elsewhere the reference, with one
+        warning. "cuda" runs the kernel or raises. "xla" runs the reference.
     Returns:
-      (m, n) array of out_dtype. Not differentiable: jax_fp8gemm.matmul is. Sharded over Explicit
-      mesh axes as lhs is in m and rhs in n; summed over those that k is sharded over.
+      (m, n) array of out_dtype. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs
+      over the axes that cut k.
     Raises:
-      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      ValueError: shapes, blocks or scales disagree, or implementation is wrong.
+      TypeError: a dtype is wrong.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "scaled_matmul"
     lhs, rhs, accumulate_into = map(arrays.as_array, (lhs, rhs, accumulate_into))

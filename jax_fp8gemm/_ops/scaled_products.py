@@ -1,6 +1,6 @@
-"""Grouped products of quantised operands, with results of any float dtype.
+"""gemm_as, wgrad_as: grouped products of quantised operands, with results of any float dtype.
 
-The kernels return bf16 or f32. A result in f16 comes by way of f32.
+The kernels return bf16 or f32. A result in f16 is rounded from f32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def gemm_as(
     first_row: jax.Array,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """grouped_gemm with a result of `dtype`. out_spec: its sharding over Explicit mesh axes."""
+    """Returns grouped_gemm with a result of `dtype`.
+
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    """
     how = kernel_dtype(dtype), spec.implementation, spec.reduce_dtype, out_spec
     return grouped_gemm(lhs, rhs, sizes, first_row, *how).astype(dtype)
 
@@ -36,9 +39,10 @@ def wgrad_as(
     sizes: jax.Array,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """grouped_wgrad with a result of `dtype`. out_spec: its sharding over Explicit mesh axes.
+    """Returns grouped_wgrad with a result of `dtype`.
 
-    An operand is None only where the gradient is not wanted, and then nobody calls this.
+    Neither operand may be None here. Its type allows None because a caller has no operand where the
+    gradient is not wanted. out_spec: as for gemm_as.
     """
     assert lhs is not None and rhs is not None
     how = kernel_dtype(dtype), spec.implementation, None, out_spec

@@ -1,4 +1,4 @@
-"""scaled_ragged_dot: the checked form of grouped_gemm, each group of rows times its own matrix."""
+"""scaled_ragged_dot: multiplies groups of rows by their matrices (_primitives/grouped_gemm.py)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,25 @@ def scaled_ragged_dot(
 ) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
     """Multiplies each group of rows of lhs by the transpose of its own rhs[i].
 
+    It is not differentiable; jax_fp8gemm.ragged_dot is. The scaling is that of the DeepSeek-V3
+    report, section 3.3.2.
+
     Args:
-      lhs: (m, k) with scale blocks (1, 128), rows sorted by group; or (g, max_m, k), the masked
+      lhs: (m, k) with scale blocks (1, 128), rows sorted by group. Or (g, max_m, k), the masked
         form for decoding: group i is the first group_sizes[i] rows of lhs[i].
       rhs: (g, n, k) with scale blocks (128, 128).
-      group_sizes: (g,) integers on the device. A negative size counts as 0, rows past m (or
-        max_m) as none.
+      group_sizes: (g,) integers, which stay on the device. A negative size counts as 0. A group
+        that would end past row m, or max_m, ends there.
       out_dtype: bfloat16 or float32.
       implementation: as for scaled_matmul.
     Returns:
-      (m, n) or (g, max_m, n) array; rows of no group are zero, whatever lhs holds there. Not
-      differentiable: jax_fp8gemm.ragged_dot is. Sharded over Explicit mesh axes as lhs is in m and
-      rhs in n; summed over those that k, or in the former g, is sharded over.
+      (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are zero, whatever lhs holds
+      there. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs over the axes that
+      cut k and, with lhs (m, k), over those that cut g.
     Raises:
-      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      ValueError: shapes, blocks or scales disagree, or implementation is wrong.
+      TypeError: a dtype is wrong.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "scaled_ragged_dot"
     lhs, rhs, group_sizes = map(arrays.as_array, (lhs, rhs, group_sizes))

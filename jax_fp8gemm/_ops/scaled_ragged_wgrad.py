@@ -1,4 +1,4 @@
-"""scaled_ragged_wgrad: the checked form of grouped_wgrad, over the tokens of each group."""
+"""scaled_ragged_wgrad: contracts the tokens of each group (_primitives/grouped_wgrad.py)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ def scaled_ragged_wgrad(
 ) -> Float[Array, "g m n"]:
     """Contracts the tokens of each group: the weight gradient of a ragged dot.
 
+    It is not differentiable. The scaling is that of the DeepSeek-V3 report, section 3.3.2.
+
     Args:
-      lhs: (m, t) and rhs: (n, t), both of quantize_ragged with these group_sizes.
-      group_sizes: (g,) integers on the device, as quantize_ragged had them.
+      lhs: (m, t) and rhs: (n, t), both quantised by quantize_ragged with these group_sizes.
+      group_sizes: (g,) integers, which stay on the device: those that quantize_ragged had.
       out_dtype: float32 or bfloat16.
-      accumulate_into: (g, m, n) f32 that the product is added to, with out_dtype float32.
+      accumulate_into: (g, m, n) f32 that the product is added to; out_dtype must be float32.
       implementation: as for scaled_matmul.
     Returns:
-      (g, m, n) array, zero (or accumulate_into) for an empty group. Not differentiable.
-      Sharded over Explicit mesh axes as lhs is in m, rhs in n and accumulate_into in g.
+      (g, m, n) array of out_dtype, zero (or accumulate_into) for an empty group. Explicit mesh axes
+      cut it like lhs in m, rhs in n and accumulate_into in g.
     Raises:
-      ValueError: shapes, blocks or scales disagree, implementation. TypeError: a dtype.
-      RuntimeError: implementation="cuda" where the kernel cannot run.
+      ValueError: shapes, blocks or scales disagree, or implementation is wrong.
+      TypeError: a dtype is wrong.
+      RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "scaled_ragged_wgrad"
     operands = map(arrays.as_array, (lhs, rhs, group_sizes, accumulate_into))

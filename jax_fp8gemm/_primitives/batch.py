@@ -1,4 +1,4 @@
-"""map_batch: an op without a batch dimension, for one batch element after another."""
+"""map_batch: applies an op without batch dimensions to one batch element after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = Sequence[jax.Array]
 
 
 def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int | None]) -> Any:
-    """Applies `function` to one batch element after another; results are batched at 0."""
+    """Applies `function` to one batch element after another. The results are batched at 0."""
     batched = [jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
                if d is not None]  # fmt: skip
 
@@ -27,9 +27,10 @@ def map_batch(function: Callable[..., Any], operands: Arrays, dims: Sequence[int
 def bind_each(
     bind: Callable[..., Any], operands: Arrays, dims: Sequence[int | None], **params
 ) -> Any:
-    """map_batch of bind(*operands, **params), as a batch rule needs it.
+    """Applies bind(*operands, **params) to one batch element after another, in a batch rule.
 
-    NOTE: jitted by what is static, because an eager lax.map compiles anew what it has not seen.
+    NOTE: it is jitted, with the static arguments as the key. An eager lax.map of a new function
+    object would compile again in each call.
     """
     return _bind_each(bind, tuple(sorted(params.items())), tuple(dims), tuple(operands))
 

@@ -1,9 +1,13 @@
-"""define_primitive: shape rule, reference, FFI call, batch rule and partition rule of an op as a
-JAX primitive.
+"""define_primitive: makes a JAX primitive of an op's rules.
 
-The reference is the meaning of the op and what runs wherever the kernel cannot: on CPU, on other
-GPUs, with implementation="xla". The kernel is chosen when lowering for CUDA, so an executable
-says what it runs.
+The rules are the shape rule, the reference, the FFI call, the batch rule and the partition rule.
+The reference defines what the op computes. It also runs wherever the kernel cannot: on CPU, on
+other GPUs, and with implementation="xla". The choice is made when a program is lowered, so an
+executable always runs the same code.
+
+Each module of this folder that calls define_primitive has its sections in the order of the
+arguments of define_primitive. In front of them stands the unchecked function that binds the
+primitive.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 
 Arrays = Sequence[jax.Array]
 
-# NOTE: there is no public way to say that a primitive is lowered for known devices, and an eager
-# call that is partitioned fails without.
+# NOTE: an eager call that is partitioned fails unless JAX knows that the primitive needs devices
+# when it is lowered. No public function says so.
 _needs_devices = jax_drift.optional("jax._src.dispatch.prim_requires_devices_during_lowering")
 _eager_folding = jax_drift.optional("jax._src.config.eager_constant_folding", nullcontext)
 
@@ -51,24 +55,25 @@ def define_primitive(
     """Makes a primitive and returns the function that binds it.
 
     Args:
-      name: of the primitive, `jax_fp8gemm_<op>`; errors start with `<op>`.
-      shape_rule: (*avals, **params) -> the result types; raises on bad operands.
-      reference: (*operands, **params) -> results, in plain JAX.
-      ffi_call: the same by jax.ffi.ffi_call.
-      batch_rule: (operands, batch dims, **params) -> (results, their batch dims); binds again.
-        None: one batch element after another, where each has groups of its own.
-      dce_rule: (which results are used, **params) -> (params, results) of an equation that computes
-        the used results and as few others as possible, named by their old indices.
-      partition_rule: (*avals, **params) -> which dimensions may be cut under jit. None: the
-        compiler gathers sharded operands of the kernel.
-      run_shard: (run, *operands, shards, **params) -> results on the Shards of a device, where that
-        is not run(*operands, **params); run is the reference or the FFI call.
-      shard_params: names of the parameters that run_shard and the batch rule alone are given.
+      name: the name of the primitive, `jax_fp8gemm_<op>`. Errors start with `<op>`.
+      shape_rule: (*avals, **params) -> the types of the results. Raises on bad operands.
+      reference: (*operands, **params) -> the results, in plain JAX.
+      ffi_call: (*operands, **params) -> the results, by jax.ffi.ffi_call.
+      batch_rule: (operands, batch dims, **params) -> (results, their batch dims). It binds the
+        primitive again. None: the op runs for one batch element after another.
+      dce_rule: (which results are used, **params) -> (new params, indices of the old results that
+        the equation then has). The new equation must compute the used results.
+      partition_rule: (*avals, **params) -> a PartitionRule, which says where jit may cut the
+        operands. None: the compiler gathers sharded operands.
+      run_shard: (run, *operands, shards, **params) -> the results on the Shards of one device. run
+        is the reference or the FFI call. None: each device calls run(*operands, **params).
+      shard_params: names of parameters that the shape rule, the reference, the FFI call and the
+        partition rule do not take.
     Returns:
-      bind(*operands, implementation, out_specs=None, **params) -> list of results. Over Explicit
-      mesh axes they are sharded as out_specs say, a PartitionSpec for each; None: as the partition
-      rule makes of the operands, or replicated where there is none. In a shard_map all operands
-      get the union of their varying manual axes.
+      bind(*operands, implementation, out_specs=None, **params) -> a list of results. out_specs
+      holds a PartitionSpec for each result and says how Explicit mesh axes cut it. None: the
+      partition rule derives them from the operands; without a rule the results are replicated. In
+      a shard_map all operands get the union of their varying manual axes.
     """
     rules = _Rules(
         name,
@@ -105,8 +110,8 @@ def define_primitive(
         results = bind_each(bind, operands, dims, **params)
         return results, [0] * len(results)
 
-    # Two, because what is partitioned cannot be lowered without devices, and in shard_map, where
-    # the operands are shards, partitioning by the compiler may abort the process.
+    # There are two primitives. The partitioned one cannot be lowered without devices. In a
+    # shard_map the operands are shards already, and partitioning them may abort the process.
     on_shards = on_arrays = _make(rules, rules.lower_shards, batch)
     if partition_rule is not None:
         on_arrays = _make(rules, rules.lower_arrays, batch)
@@ -118,7 +123,7 @@ def define_primitive(
 
 @dataclass(frozen=True)
 class _Rules:
-    """The arguments of define_primitive, and what JAX asks of a primitive by means of them."""
+    """The arguments of define_primitive, and the rules of a JAX primitive made of them."""
 
     name: str
     shape_rule: Callable[..., Any]
@@ -137,13 +142,14 @@ class _Rules:
         return {name: value for name, value in params.items() if name not in self.shard_params}
 
     def kernel(self, *operands, **params):
-        # NOTE: XLA fuses a custom call with the dynamic-update-slice that stores its result, as a
-        # scan does with residuals, and runs it a second time for whatever else reads the result.
+        # NOTE: a scan stores residuals by dynamic-update-slice. XLA fuses a custom call with it,
+        # and runs the call a second time for other readers of the result. The barrier prevents it.
         return lax.optimization_barrier(self.ffi_call(*operands, **params))
 
     def abstract_eval(self, *avals, implementation, **params):
-        # NOTE: bind() makes them vary over the same axes, except in a shard_map without check_vma
-        # inside one with it, where nothing can be cast and JAX's own results vary over none.
+        # NOTE: bind() makes all operands vary over the same axes, with one exception: a shard_map
+        # without check_vma inside one with it. Nothing can be cast there, and the results of JAX's
+        # own primitives vary over no axis.
         like = min(avals, key=lambda aval: len(aval.manual_axis_type.varying))
         results = self.shape_rule(*avals, **self.without_shard_params(params))
         return [_like(like, out) for out in results]
@@ -163,8 +169,8 @@ class _Rules:
         function = partitioned(partial(run, **own), rule, local)
         is_kernel = run is not self.reference
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
-        # NOTE: jax.ensure_compile_time_eval() would make arrays of what depends on no operand, and
-        # custom_partitioning takes none.
+        # NOTE: in jax.ensure_compile_time_eval() JAX computes constants at once, as arrays, and
+        # custom_partitioning accepts no arrays as constants.
         with _eager_folding(False):
             return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
@@ -181,7 +187,7 @@ class _Rules:
         run = self.reference if implementation == "xla" or reason is not None else self.kernel
         return lower(run, ctx, *operands, **params)
 
-    # From jax 0.12 on, the equation comes after which operands are live: that is for Refs alone.
+    # From jax 0.12 on, there is an argument more before the equation. It concerns Refs alone.
     def dce(self, used, *live_and_eqn):
         eqn = live_and_eqn[-1]
         if not any(used):
@@ -201,7 +207,7 @@ class _Rules:
 
 
 def _make(rules: _Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    """A primitive that is lowered by one of the rules' two ways."""
+    """Returns a primitive that `lower` lowers: rules.lower_shards or rules.lower_arrays."""
     primitive = Primitive(rules.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(rules.abstract_eval)
@@ -215,7 +221,7 @@ def _make(rules: _Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -
 
 
 def _like(aval, out: jax.ShapeDtypeStruct):
-    """`out` on the mesh and with the varying axes of `aval`, not sharded over Explicit axes."""
+    """Returns the aval of `out`: replicated on the mesh of `aval`, with its varying axes."""
     sharding = aval.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
     return aval.update(shape=out.shape, dtype=out.dtype, sharding=sharding, weak_type=False)
 
@@ -230,7 +236,7 @@ def _check_partitioner(op: str, ctx) -> None:
         what = f"{op}: jit over {num_devices} devices must have a JAX that can partition the op"
         raise NotImplementedError(jax_drift.unsupported(what))
     if num_devices > 1 and not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        # NOTE: with JAX 0.10.2 GSPMD would abort the process: it asks for rules that are not there.
+        # NOTE: with JAX 0.10.2 GSPMD would abort the process, for it needs rules of its own.
         raise NotImplementedError(
             f"{op}: jit over {num_devices} devices must partition by Shardy; got "
             "jax_use_shardy_partitioner=False. Leave it at its default, or call this in a "
@@ -246,7 +252,10 @@ def _has_gpu() -> bool:
 
 
 def _unusable_reason() -> str | None:
-    """Why the kernel cannot run here; None also where only another machine will run it."""
+    """Returns why the kernel cannot run here, or None.
+
+    None also means that this machine has no GPU, and lowers for another machine.
+    """
     return extension.unavailable_reason() if _has_gpu() else None
 
 

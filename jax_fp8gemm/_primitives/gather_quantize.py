@@ -1,13 +1,13 @@
-"""gather_quantize: rows of an array by number, quantised as they are copied.
+"""gather_quantize_p: copies numbered rows of an array and quantises the copies.
 
-What is quantised, row i for every i < m, in f32:
+For x (s, k) and every i < m, in f32:
 
-    y[i] = x[rows[i]]                          x (s, k)
-    y[i] = x[rows[i]] * weights[i]             weighted
+    y[i] = x[rows[i]]                  without weights
+    y[i] = x[rows[i]] * weights[i]     with weights
 
-as rows and as ragged columns (quantize_ragged.py); it is never stored. x may be FP8 with its
-scales: the columns of tokens that travelled (moe/_parallel/mlp.py) are then requantised for a
-weight gradient.
+y is quantised as rows, as ragged columns or as both (quantize_ragged.py), and never stored. x may
+be FP8 with its scales. An expert-parallel layer requantises such an x along tokens, for its weight
+gradients.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def gather_quantize(
     """Quantises y, whose rows are sorted by group.
 
     Args:
-      x: (s, k) bf16, f16 or f32, or a ScaledArray with block (1, 128), of which only "column" can
-        be had.
-      rows: (m,) int32. A number below 0 is the first row, one past the last the last.
+      x: (s, k) bf16, f16 or f32; or a ScaledArray with block (1, 128), for mode "column" alone.
+      rows: (m,) int32. A number below 0 means the first row, one past the end the last row.
       weights: (m,) f32, or None.
       group_sizes, first_row: int32, as for ragged_columns.
-      mode: "row": (m, k), quantised along k; "column": (k, t), along the tokens of each group;
-        "row_column": both.
+      mode: "row": (m, k), quantised along k. "column": (k, t), quantised along the tokens of each
+        group. "row_column": both.
+      args: the FP8 dtype, pow2_scale and the implementation.
     Returns:
-      one ScaledArray, or two.
+      one ScaledArray, or two in mode "row_column".
     """
     arrays = (x.values, x.scale) if isinstance(x, ScaledArray) else (x,)
     results = gather_quantize_p(
@@ -73,7 +73,7 @@ def gather_quantize(
 
 
 def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
-    """x, [its scales], rows, [weights] and (group_sizes, first_row)."""
+    """Returns x, [its scales], rows, [weights] and (group_sizes, first_row)."""
     x, *more, group_sizes, first_row = operands
     weights = [more.pop()] if is_weighted else []
     *scale, rows = more
@@ -136,7 +136,7 @@ def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:
 
 
 def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> PartitionRule:
-    """By features alone: any row may be asked for."""
+    """A mesh may cut the features alone, for a device may need any row of x."""
     _, scale, _, weights, _ = _split(operands, is_weighted)
     rows, columns = ("m k", "m k"), ("k tokens", "k tokens")
     return PartitionRule(

@@ -1,18 +1,22 @@
-"""gemm_p: the primitive behind scaled_matmul, its rules and its kernel.
+"""gemm_p: the product of two quantised matrices, both K-major.
 
-For lhs (m, k) and rhs (n, k), quantised:
+For quantised lhs (m, k) and rhs (n, k), the kernel starts with promoted = 0 and takes the k-blocks
+b, of 128 columns each, in ascending order. With 128x128 scale blocks on rhs (1d2d) a step is
 
-    out[i, j] = the chain over k-blocks b ascending, from promoted = 0, of
-        promoted = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b], promoted)
-        promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
+    promoted[i, j] = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b],
+                         promoted[i, j])
 
-the former with 128x128 scale blocks on rhs (1d2d), the latter with 1x128 (1d1d); then rounded to
-the result's dtype.
+and with 1x128 scale blocks on rhs (1d1d)
 
-m may be several dimensions of lhs and of the result; so may k, of lhs and rhs: num_k_dims, the last
-of whole scale blocks. A mesh may cut each of them. They are folded where the product runs, on the
-shards of a device.
-The reference computes the same sum without promising the last bits of the kernel.
+    promoted[i, j] = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]),
+                         promoted[i, j])
+
+The result is promoted, rounded to the dtype of the result. The reference computes the same sum, but
+its last bits may differ from the kernel's. The scaling is that of the DeepSeek-V3 report, section
+3.3.2.
+
+lhs and the result may have several dimensions in the place of m; lhs and rhs may have several in
+the place of k (gemm_dims.py). They are folded on the device, so that a mesh may cut each of them.
 """
 
 from __future__ import annotations
@@ -48,11 +52,18 @@ def gemm(
     reduce_dtype: Any = jnp.float32,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """scaled_matmul without the checks, of lhs (..., k) and rhs (n, k); k may be as many dimensions
-    as rhs has after the first, the last of whole scale blocks.
+    """Multiplies lhs (..., k) by the transpose of rhs (n, k): scaled_matmul without the checks.
 
-    reduce_dtype: of the partial sums that devices add where a mesh cuts k.
-    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    Args:
+      lhs: block (1, 128).
+      rhs: block (128, 128) or (1, 128). All its dimensions after the first are k. If there are
+        several, the last must consist of whole scale blocks.
+      out_dtype: bfloat16 or float32.
+      accum: (..., n) f32 that the product is added to, or None.
+      reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k.
+      out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
+    Returns:
+      (..., n) array of out_dtype.
     """
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
     operands += [] if accum is None else [accum]
@@ -90,14 +101,14 @@ def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> 
 
 
 def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
-    """The product in plain JAX."""
+    """Multiplies matrices in plain JAX."""
     m, k = lhs.shape
     n = rhs.shape[0]
     if k == 0:
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
     if not is_1d1d:
         rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
-    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
+    # NOTE: XLA on GPU removes a rounding to FP8 if the same program casts the values back.
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
     pad_k = lambda x: jnp.pad(x, ((0, 0), (0, -k % _BLOCK)))
     lhs, rhs = pad_k(lhs), pad_k(rhs)
@@ -113,7 +124,7 @@ def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
 
 
 def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
-    """Scale block b of the contraction, f32 (m, n); rhs_scale has one scale for each row of rhs."""
+    """Returns the scaled product over k-block b, f32 (m, n). rhs has 1x128 scales."""
     # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
     block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
     product = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
@@ -122,7 +133,7 @@ def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
-    """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads rhs and slices the result."""
+    """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     m, k = lhs.shape
     n = rhs.shape[0]
     if 0 in (m, n, k):
@@ -134,10 +145,10 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
     lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, pad_n, pad_k)
     if is_1d1d:
         rhs_scale = pad(rhs_scale, pad_n, 0, 1)
-    # The 128x128 scales stay: n rounded up to 8 ends in the same block.
+    # 128x128 scales need no padding: n rounded up to 8 ends in the same block.
     accum = [pad(x, 0, pad_n) for x in accum]
     config = _config(lhs, rhs, is_1d1d, out_dtype, bool(accum))
-    # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
+    # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)
     rhs_scale_layout = column_major if is_1d1d else row_major
     layouts = [row_major, column_major, row_major, rhs_scale_layout, row_major]
@@ -177,7 +188,7 @@ def _partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> Par
 
 
 def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params):
-    """Sums over the mesh in reduce_dtype, before anything is added or rounded."""
+    """Adds the devices' products in reduce_dtype, then adds accum, then rounds."""
     if not shards.is_summed:
         return run(*operands, out_dtype=out_dtype, **params)
     (part,) = run(*operands[:4], out_dtype=reduce_dtype, **params)

@@ -22,12 +22,12 @@ from jax_fp8gemm._primitives.batch import Arrays, bind_each, map_batch
 
 
 def num_batch_dims(rhs, num_k_dims: int) -> int:
-    """How many dimensions all operands have in front, with a product for each element."""
+    """Returns the number of batch dimensions. rhs has one dimension n besides them and k."""
     return rhs.ndim - 1 - num_k_dims
 
 
 def matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
-    """The shapes of one product's operands as matrices."""
+    """Returns the shapes of the operands of one product as matrices."""
     first = num_batch_dims(operands[2], num_k_dims)
     num_columns = [num_k_dims] * 4 + [1] * (len(operands) - 4)
     return [
@@ -37,7 +37,7 @@ def matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
 
 
 def folded(run):
-    """`run`, a product of matrices, for the operands of the primitive."""
+    """Returns `run`, a product of matrices, as a function of the operands of the primitive."""
 
     def run_folded(*operands, num_k_dims: int, **params):
         lhs, rhs = operands[0], operands[2]
@@ -61,10 +61,12 @@ def batch_rule(
     is_1d1d: bool,
     **params: Any,
 ) -> tuple[Arrays, Sequence[int]]:
-    """A batched lhs has one more dimension of rows, a batched rhs is folded into n; a product for
-    each element where both are.
+    """Adds the dimension of jax.vmap to the operands, and binds gemm_p again.
 
-    One by one where only accum is, and where a block of 128 columns would span two elements.
+    If lhs alone is batched, it gets one more dimension of rows. If rhs alone is, the new dimension
+    is folded into n. If both are, there is one more batch dimension. The elements run one after
+    another if accum alone is batched, or if a scale block of 128 rows of rhs would span two of
+    them.
     """
     lhs_batched = any(d is not None for d in dims[:2])
     rhs_batched = any(d is not None for d in dims[2:4])

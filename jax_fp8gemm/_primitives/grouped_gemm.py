@@ -1,11 +1,12 @@
-"""grouped_gemm_p: each group of rows times its own matrix, quantised, all K-major.
+"""grouped_gemm_p: multiplies each group of rows by its own matrix, all quantised and K-major.
 
-With rows(i) the rows of group i (_data/groups.py says which), per group the chain of
-gemm.py, 1d2d:
+For lhs (m, k) and rhs (g, n, k), with rows(i) the rows of group i:
 
     out[rows(i)] = lhs[rows(i)] . rhs[i]^T
 
-A group's result has the bits of scaled_matmul of that group alone.
+Each product is that of gemm.py, 1d2d, and has the bits of scaled_matmul of that group alone.
+_data/groups.py says which rows a group has. In the masked form lhs is (g, max_m, k), and group i is
+the first group_sizes[i] rows of lhs[i].
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ def grouped_gemm(
     reduce_dtype: Any = jnp.float32,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """scaled_ragged_dot without the checks, for groups that start at first_row, int32 (1,).
+    """Multiplies groups of rows by their matrices: scaled_ragged_dot without the checks.
 
-    reduce_dtype: of the partial sums that devices add where a mesh cuts k, or g.
-    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    Args:
+      lhs: (m, k) or (g, max_m, k), block (1, 128).
+      rhs: (g, n, k), block (128, 128).
+      group_sizes: (g,) integers.
+      first_row: (1,) int32, the row at which the first group starts.
+      out_dtype: bfloat16 or float32.
+      reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k or g.
+      out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
+    Returns:
+      (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are zero.
     """
     sizes = groups.as_int32(group_sizes)
     operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
@@ -77,8 +86,8 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
     group = groups.group_of_rows(group_sizes, first_row, m)[:, None]
 
     def add_group(out, xs):
-        # All rows times this group's matrix, of which its own are kept: what the others hold, or
-        # what the matrices of other groups hold, NaN too, reaches nothing.
+        # All rows are multiplied by this group's matrix, and its own rows are kept. A NaN in other
+        # rows, or in the matrices of other groups, does not reach them.
         i, weights, scale = xs
         (product,) = reference(
             lhs, lhs_scale, weights, scale, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32)
@@ -91,7 +100,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
-    """The kernel, which needs k % 16 == 0 and n % 8 == 0: pads and slices the result."""
+    """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
     if 0 in (*batch, n, k):
         return [jnp.zeros((*batch, n), out_dtype)]
@@ -109,13 +118,13 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
         num_sms=num_sms,
         grouping=tile_config.GROUPED_ROWS,
     )
-    # 1x128 scales are (rows, blocks) with rows minor: the scales of one tile are then neighbours.
+    # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
     out, _ = jax.ffi.ffi_call(
         extension.GROUPED_GEMM_TARGET,
         (
             jax.ShapeDtypeStruct((m, n + pad_n), out_dtype),
-            jax.ShapeDtypeStruct((1,), jnp.int32),  # counts the tiles
+            jax.ShapeDtypeStruct((1,), jnp.int32),  # the kernel counts tiles in it
         ),
         input_layouts=[row_major, column_major, row_major, row_major, vector, vector],
         output_layouts=[row_major, vector],
@@ -134,13 +143,14 @@ def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
         return PartitionRule(dims, ("g t n",), blocks, ("k",), uncut=("first",))
-    # A row's sum over the groups has one term: a device that has not its group has zeros for it.
+    # A row is in one group. A device without the matrix of that group has zeros for the row, so the
+    # sum over the devices has one term that is not zero.
     dims = ("t k", "t k", "g n k", "g n k", "sizes", "first")
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
 
 def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
-    """Multiplies a device's rows by its groups' matrices; of other groups it has no rows."""
+    """Multiplies the rows of a device by the matrices on it, and skips rows of other groups."""
     *matrices, group_sizes, first_row = operands
     m, g = operands[0].shape[-2], operands[2].shape[0]
     row = shards.index("t") * m

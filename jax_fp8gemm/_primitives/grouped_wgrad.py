@@ -1,10 +1,11 @@
-"""grouped_wgrad_p: the contraction over the tokens of each group, quantised, 1d1d.
+"""grouped_wgrad_p: contracts the tokens of each group, quantised along them: a weight gradient.
 
-With columns(i) those of group i (_data/groups.py says which), per group the chain of gemm.py:
+For lhs (m, t) and rhs (n, t), with columns(i) the columns that hold the tokens of group i:
 
     out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
 
-A group's result has the bits of scaled_matmul of that group alone.
+Each product is that of gemm.py, 1d1d, and has the bits of scaled_matmul of that group alone.
+_data/groups.py says where the columns of a group are.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ def grouped_wgrad(
     accum: jax.Array | None = None,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """scaled_ragged_wgrad without the checks.
+    """Contracts the tokens of each group: scaled_ragged_wgrad without the checks.
 
-    out_spec: how Explicit mesh axes cut the result; None: as lhs in m and rhs in n.
+    Args:
+      lhs: (m, t) and rhs: (n, t), block (1, 128), quantised by quantize_ragged.
+      group_sizes: (g,) integers.
+      out_dtype: bfloat16 or float32.
+      accum: (g, m, n) f32 that the product is added to, or None.
+      out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
+    Returns:
+      (g, m, n) array of out_dtype; zero, or accum, for an empty group.
     """
     operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
@@ -54,6 +62,7 @@ def grouped_wgrad(
 
 
 def check_tokens(op: str, lhs: Any, rhs: Any) -> None:
+    """Raises ValueError unless lhs and rhs share t, a multiple of 128."""
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     if lhs.shape[1] % _BLOCK:
         raise ValueError(
@@ -85,7 +94,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
 
     def promote(promoted, b):
         scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b)
-        # mode="drop": blocks behind the last group have index g.
+        # mode="drop", for blocks behind the last group have index g.
         return promoted.at[group[b]].add(scaled, mode="drop"), None
 
     promoted = constant_like(lhs, jnp.zeros((g, m, n), jnp.float32))
@@ -97,7 +106,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
-    """The kernel, which needs n % 8 == 0: pads rhs and slices the result."""
+    """Calls the kernel. It needs n % 8 == 0, so rhs is padded with zeros."""
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     if 0 in (m, n, t):
         return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
@@ -128,13 +137,13 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
 
 
 def _partition_rule(*operands, out_dtype) -> PartitionRule:
-    # Where a token's column is depends on the sizes of all groups: no device has only some.
+    # The column of a token depends on the sizes of all groups, so every device needs all sizes.
     dims = ("m t", "m t", "n t", "n t", "sizes", "g m n")[: len(operands)]
     return PartitionRule(dims, ("g m n",), contracting=("t",), uncut=("t", "sizes"))
 
 
 def _run_shard(run, *operands, shards: Shards, out_dtype):
-    """Contracts the columns of a device's groups: those from its first group on."""
+    """Contracts the columns of the groups of a device, after moving them to the front."""
     if shards.count("g") == 1:
         return run(*operands, out_dtype=out_dtype)
     *columns, group_sizes = operands[:5]

@@ -1,8 +1,18 @@
-"""quantize_p: the primitive behind quantize, its rules and its kernel.
+"""quantize_p: rounds an array to FP8, with one f32 scale for each block.
 
-Modes: scale blocks of 128 along a "row", a "column", or both ("row_column"); or squares, the values
-as they are ("block"), transposed, or both. Of (..., m, k) the columns are (k, ..., m), so that they
-lie as a contraction over all rows reads them, and squares transposed (..., k, m).
+    scale = max |x of the block| / largest FP8 value        value = round(x * (1 / scale))
+
+_data/rounding.py defines both to the bit, and is the reference. The mode says which blocks x
+(..., m, k) has and what is returned:
+
+    "row"               1x128 blocks along k; values (..., m, k)
+    "column"            1x128 blocks along m; values (k, ..., m), as a sum over all rows reads them
+    "row_column"        both of these
+    "block"             128x128 blocks; values (..., m, k)
+    "block_transposed"  128x128 blocks; values (..., k, m)
+    "block_both"        128x128 blocks; values (..., m, k), then (..., k, m)
+
+The blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -31,15 +41,17 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
 _BLOCK = formats.SCALE_BLOCK
-SQUARE_MODES = ("block", "block_transposed", "block_both")  # whose kernel takes (batch, m, k)
-_MAX_BATCH = 65535  # of one launch: CUDA's largest second extent of a grid
+# The modes with 128x128 blocks. Their kernel takes (batch, m, k).
+SQUARE_MODES = ("block", "block_transposed", "block_both")
+# The largest batch of one launch is CUDA's largest second extent of a grid.
+_MAX_BATCH = 65535
 
 
 @jax.named_scope("fp8gemm_quantize")
 def quantize_in_mode(
     x: jax.Array, mode: str, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ...]:
-    """quantize without the checks: two results in mode "row_column", else one."""
+    """Quantises x (..., m, k) without checks. Mode "row_column" has two results, others one."""
     results = quantize_p(jnp.asarray(x), **bind_args(mode, args))
     if mode not in SQUARE_MODES:
         return scaled_arrays(results)
@@ -48,13 +60,13 @@ def quantize_in_mode(
 
 
 def rows_and_columns(x: jax.Array, **args: Unpack[QuantizeArgs]) -> tuple[ScaledArray, ScaledArray]:
-    """quantize_both with columns (k, ..., m), as a contraction over all rows reads them."""
+    """Quantises x (..., m, k) along k, (..., m, k), and along m, (k, ..., m), in one read."""
     rows, columns = quantize_in_mode(x, "row_column", **args)
     return rows, columns
 
 
 def quantize_transposed(x: jax.Array, **args: Unpack[QuantizeArgs]) -> ScaledArray:
-    """quantize(x, block=(128, 128)).T without storing the untransposed values."""
+    """Returns quantize(x, block=(128, 128)).T, and does not store the untransposed values."""
     return quantize_in_mode(x, "block_transposed", **args)[0]
 
 
@@ -107,7 +119,7 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
         starts = range(0, len(x), _MAX_BATCH)
         parts = [_ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
         return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
-    # A 1x128 scale is (rows, blocks) with rows minor: the gemm kernel reads it along the rows.
+    # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernel reads them along rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
     scale_layout = row_major if mode in SQUARE_MODES else column_major
     config = quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
@@ -121,8 +133,11 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
 
 
 def _call_folded(call, x, mode: str) -> Sequence[jax.Array]:
-    """`call` with the leading dimensions of `x` as one, which the kernel takes of squares only:
-    folded into m, or one by one where scale blocks would then span two elements."""
+    """Folds the leading dimensions of `x` into one, and calls the kernel.
+
+    The kernel for squares takes this one dimension. For other modes it is folded into m, or the
+    kernel runs for one element after another if a scale block would span two of them.
+    """
     *batch, m, k = x.shape
     matrices = x.reshape(math.prod(batch), m, k)
     if mode in SQUARE_MODES:
@@ -133,7 +148,7 @@ def _call_folded(call, x, mode: str) -> Sequence[jax.Array]:
     return [jnp.moveaxis(y, 0, d) for y, d in zip(results, _BATCH_DIMS[mode], strict=True)]
 
 
-# The dimension of each result that is the first leading one of x.
+# For each result, the dimension that is the first of x.
 _BATCH_DIMS = {
     "row": [0, 0],
     "column": [1, 1],
@@ -150,7 +165,7 @@ def _batch_rule(operands, dims, *, mode: str, **params):
 
 
 def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """Along one axis only, or without the transposed values, where the rest is not used."""
+    """Leaves out the transposed values of squares, or one of two axes, if nothing uses them."""
     if mode == "block_both" and not used[1]:
         return dict(params, mode="block"), (0, 2)
     return keep_used_axes(used, mode=mode, **params)

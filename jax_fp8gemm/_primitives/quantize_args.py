@@ -14,7 +14,13 @@ from jax_fp8gemm._data.scaled_array import ScaledArray
 
 
 class QuantizeArgs(TypedDict):
-    """How an unchecked function quantises."""
+    """How an unchecked function quantises.
+
+    Attributes:
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2_scale: whether each scale is rounded up to a power of two.
+      implementation: None, "cuda" or "xla".
+    """
 
     dtype: DTypeLike
     pow2_scale: bool
@@ -22,7 +28,7 @@ class QuantizeArgs(TypedDict):
 
 
 def bind_args(mode: str, args: QuantizeArgs) -> dict[str, Any]:
-    """`args` as the primitives take them."""
+    """Returns the keyword arguments with which a primitive is bound in this mode."""
     return dict(
         mode=mode,
         e5m2=jnp.dtype(args["dtype"]) == jnp.float8_e5m2,
@@ -32,12 +38,15 @@ def bind_args(mode: str, args: QuantizeArgs) -> dict[str, Any]:
 
 
 def scaled_arrays(results: Sequence[jax.Array]) -> tuple[ScaledArray, ...]:
-    """One ScaledArray with block (1, 128) for each pair of values and scale."""
+    """Returns a ScaledArray with block (1, 128) for each pair of values and scale."""
     return tuple(map(ScaledArray, results[::2], results[1::2]))
 
 
 def keep_used_axes(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[int]]:
-    """dce_rule of what has a mode "row_column": along one axis only, where that is enough."""
+    """The dce_rule of primitives with the modes "row", "column" and "row_column".
+
+    Where only rows, or only columns, of a "row_column" are used, it leaves out the others.
+    """
     kept = range(len(used))
     if mode == "row_column" and not any(used[2:]):
         mode, kept = "row", (0, 1)

@@ -1,7 +1,12 @@
-"""quantize_ragged_p: quantisation along the tokens of each group, for a contraction over them.
+"""quantize_ragged_p: quantises along the tokens of each group, for a contraction over them.
 
-The columns of the result are the tokens of the groups, laid out as _data/groups.py says; values and
-scales are those of quantize(axis=-2) for each group alone.
+For x (m, k), with rows(i) the rows of group i, its tokens, and columns(i) their columns:
+
+    out[:, columns(i)] = x[rows(i)]^T, quantised with 1x128 blocks along the tokens
+
+Values and scales are those of quantize(axis=-2) for each group alone. _data/groups.py says where
+the columns of a group are. Mode "column" returns this, mode "row" x quantised along k, and mode
+"row_column" both.
 """
 
 from __future__ import annotations
@@ -32,14 +37,17 @@ from jax_fp8gemm._tuning import quantize_config
 def ragged_columns(
     x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, **args: Unpack[QuantizeArgs]
 ) -> ScaledArray:
-    """quantize_ragged without the checks, for groups that start at first_row, int32 (1,)."""
+    """Quantises x (m, k) along the tokens of each group: quantize_ragged without the checks.
+
+    first_row: (1,) int32, the row at which the first group starts.
+    """
     return _quantize(x, group_sizes, first_row, "column", args)[0]
 
 
 def rows_and_ragged_columns(
     x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ScaledArray]:
-    """quantize(x) and quantize_ragged(x, group_sizes) in one read of x."""
+    """Returns quantize(x) and quantize_ragged(x, group_sizes), by one read of x."""
     rows, columns = _quantize(x, group_sizes, first_row, "row_column", args)
     return rows, columns
 
@@ -53,6 +61,7 @@ def _quantize(
 
 
 def check_operands(op: str, x: Any, group_sizes: Any) -> None:
+    """Raises unless x is (m, k) of a float dtype, and group_sizes fits it."""
     checks.check_dtype(op, "x", x, formats.FLOAT_DTYPES)
     checks.check_ndim(op, "x", x, 2, "(m, k)", hint="Map leading dimensions with jax.vmap.")
     _groups.check_group_sizes(op, group_sizes)
@@ -68,7 +77,7 @@ def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale:
 def result_types(
     m: int, k: int, num_groups: int, mode: str, e5m2: bool
 ) -> list[jax.ShapeDtypeStruct]:
-    """Types of (m, k) quantised along k, along the tokens of each group, or both."""
+    """Returns the types of (m, k) quantised along k, along the tokens of each group, or both."""
     rows = block_types(m, k, 1, e5m2)
     columns = block_types(k, _groups.ragged_extent(m, num_groups), 1, e5m2)
     return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
@@ -77,13 +86,13 @@ def result_types(
 def reference(
     x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
 ) -> list[jax.Array]:
-    """x (m, k) quantised along k, along the tokens of each group, or both, in plain JAX."""
+    """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX."""
     x = x.astype(jnp.float32)
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
     if mode == "row":
         return rows
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
-    x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m
+    x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m holds zeros
     return [*rows, *quantize_blocks(x_and_zeros[source].T, 1, e5m2, pow2_scale)]
 
 
@@ -108,13 +117,18 @@ def call_kernel(
     pow2_scale: bool,
     num_scales: int = 0,
 ) -> list[jax.Array]:
-    """Quantises what `source` makes of the arrays, (m, k), along k, along the tokens of each group,
-    or both.
+    """Calls a kernel that computes y (m, k) from the arrays and quantises it.
 
-    `groups`: group_sizes and first_row, which mode "row" does not read. num_scales: so many of the
-    arrays, behind the first, are its 1x128 scales.
+    Args:
+      target: the FFI target.
+      source: how the kernel computes y: one of the sources of _tuning/quantize_config.py.
+      arrays: the operands of that source. Those after the first that hold its 1x128 scales, as many
+        as num_scales, have rows minor.
+      groups: group_sizes and first_row. Mode "row" does not read them.
+      results: the types of the results.
+      mode: "row", along k; "column", along the tokens of each group; "row_column", both.
     """
-    # 1x128 scales are (rows, blocks) with rows minor, as the gemm kernels read them.
+    # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernels read them along rows.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
     is_ragged = mode != "row"
     layouts = [row_major if x.ndim == 2 else vector for x in arrays]
@@ -137,7 +151,10 @@ def call_kernel(
 
 
 def _partition_rule(*_, mode: str, **params) -> PartitionRule:
-    """Rows where they lie. For its columns of c, of all tokens, a device trades its own tokens."""
+    """Rows stay on their device. A device gets columns of all tokens for some features c.
+
+    For them, devices that hold different tokens exchange what they hold.
+    """
     rows, columns = ("t k", "t k"), ("c tokens", "c tokens")
     return PartitionRule(
         ("t k", "sizes", "first"),

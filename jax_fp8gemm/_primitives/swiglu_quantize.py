@@ -1,4 +1,4 @@
-"""swiglu_quantize and swiglu_grad_quantize: SwiGLU and its gradient, quantised as computed.
+"""swiglu_quantize_p, swiglu_grad_quantize_p: quantise SwiGLU and its gradient as they compute them.
 
 For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m, f), in f32:
 
@@ -9,9 +9,10 @@ For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m
     dup   = dh * silu
 
 h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
-(quantize_ragged.py), and never stored. Of their values the last bits are the implementation's, by
-its exp and its fusion of products and sums; what quantisation makes of them is exact. The kernel's
-own are the same in every mode.
+(quantize_ragged.py). They are never stored unquantised.
+
+The last bits of the f32 values depend on the implementation: on its exp, and on where it fuses
+products and sums. Their quantisation is exact. The kernel computes the same values in every mode.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 
-_INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # what a product returns
+# The dtypes that a product returns.
+_INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 @jax.named_scope("fp8gemm_swiglu_quantize")
@@ -50,7 +52,11 @@ def swiglu_quantize(
     with_columns: bool,
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
-    """Quantises h: (m, f), and with_columns (f, t) as rows_and_ragged_columns."""
+    """Quantises h, computed from gate_up (m, 2 f).
+
+    Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
+    None. The other arguments are those of rows_and_ragged_columns.
+    """
     operands = gate_up, group_sizes, first_row
     return _rows_and_columns(swiglu_quantize_p, operands, with_columns, args)
 
@@ -65,7 +71,10 @@ def swiglu_grad_quantize(
     with_columns: bool,
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
-    """Quantises [dgate, dup]: (m, 2 f), and with_columns (2 f, t) as rows_and_ragged_columns."""
+    """Quantises [dgate, dup], computed from gate_up (m, 2 f) and dh (m, f).
+
+    Returns rows (m, 2 f) and columns (2 f, t), as swiglu_quantize does.
+    """
     operands = gate_up, dh, group_sizes, first_row
     return _rows_and_columns(swiglu_grad_quantize_p, operands, with_columns, args)
 
@@ -82,7 +91,7 @@ def _rows_and_columns(
 
 
 def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
-    """Operands: gate_up, dh for the gradient, group_sizes, first_row."""
+    """The operands are gate_up, for the gradient dh, group_sizes and first_row."""
     gate_up, *dh, group_sizes, _ = operands
     checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
     checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
@@ -99,6 +108,7 @@ def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
+    """Returns h, f32 (m, f), in plain JAX."""
     gate, up = _halves(gate_up)
     return gate * jax.nn.sigmoid(gate) * up
 
@@ -130,7 +140,7 @@ def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *o
 
 
 def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
-    """Rows where they lie. Columns are cut at no feature where gate and up would be separated."""
+    """Rows stay on their device. Columns are cut so that gate and up of a feature stay together."""
     is_grad = len(operands) == 4
     rows = ("t w", "t w") if is_grad else ("t f", "t f")
     columns = ("w tokens", "w tokens") if is_grad else ("c tokens", "c tokens")
@@ -143,7 +153,7 @@ def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
 
 
 def _run_shard(run, *operands, shards: Shards, mode: str, **params):
-    """For columns a device trades its tokens for the same features of gate, up and dh of all."""
+    """Computes columns from all tokens: devices exchange tokens for features of gate, up and dh."""
     if mode == "row":
         return run(*operands, mode=mode, **params)
     gate_up, *dh, group_sizes, first_row = operands
@@ -155,7 +165,7 @@ def _run_shard(run, *operands, shards: Shards, mode: str, **params):
     gate_up = halves.reshape(halves.shape[0], 2 * halves.shape[2])
     dh = [shards.move(x, "t", 1, axes) for x in dh]
     columns = run(gate_up, *dh, group_sizes, first_row, mode="column", **params)
-    if dh and axes:  # dgate and dup of some features: neighbours in no result
+    if dh and axes:  # dgate and dup of a feature are no neighbours in the result, so gather both
         halves = [x.reshape(2, x.shape[0] // 2, x.shape[1]) for x in columns]
         halves = [lax.all_gather(x, axes, axis=1, tiled=True) for x in halves]
         columns = [x.reshape(-1, x.shape[2]) for x in halves]
