@@ -24,8 +24,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
+from jax_fp8gemm._primitives import fallback
 from jax_fp8gemm._primitives.batch import bind_each
-from jax_fp8gemm._runtime import extension, jax_drift
+from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.cache_tag import tag
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, result_specs, with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
@@ -177,13 +178,13 @@ class _Rules:
     def lower_default(self, lower, ctx, *operands, implementation, **params):
         if implementation != "xla":
             reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
-            _fall_back(self.op, implementation, reason)
+            fallback.fall_back(self.op, implementation, reason)
         return lower(self.reference, ctx, *operands, **params)
 
     def lower_cuda(self, lower, ctx, *operands, implementation, **params):
-        reason = None if implementation == "xla" else _unusable_reason()
+        reason = None if implementation == "xla" else fallback.unusable_reason()
         if reason is not None:
-            _fall_back(self.op, implementation, reason)
+            fallback.fall_back(self.op, implementation, reason)
         run = self.reference if implementation == "xla" or reason is not None else self.kernel
         return lower(run, ctx, *operands, **params)
 
@@ -242,27 +243,3 @@ def _check_partitioner(op: str, ctx) -> None:
             "jax_use_shardy_partitioner=False. Leave it at its default, or call this in a "
             "jax.shard_map."
         )
-
-
-def _has_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
-def _unusable_reason() -> str | None:
-    """Returns why the kernel cannot run here, or None.
-
-    None also means that this machine has no GPU, and lowers for another machine.
-    """
-    return extension.unavailable_reason() if _has_gpu() else None
-
-
-def _fall_back(op: str, implementation: str | None, reason: str) -> None:
-    if implementation == "cuda":
-        raise RuntimeError(
-            f"{op}: implementation='cuda' must be lowered for a GPU that runs the kernels; "
-            f"got: {reason}. Use None or 'xla'."
-        )
-    extension.warn_once(reason)

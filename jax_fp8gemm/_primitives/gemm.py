@@ -3,17 +3,15 @@
 For quantised lhs (m, k) and rhs (n, k), the kernel starts with promoted = 0 and takes the k-blocks
 b, of 128 columns each, in ascending order. With 128x128 scale blocks on rhs (1d2d) a step is
 
-    promoted[i, j] = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b],
-                         promoted[i, j])
+    promoted = fma(lhs_scale[i, b] * rhs_scale[j / 128, b], lhs[i, b] . rhs[j, b], promoted)
 
 and with 1x128 scale blocks on rhs (1d1d)
 
-    promoted[i, j] = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]),
-                         promoted[i, j])
+    promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
 
-The result is promoted, rounded to the dtype of the result. The reference computes the same sum, but
-its last bits may differ from the kernel's. The scaling is that of the DeepSeek-V3 report, section
-3.3.2.
+Element (i, j) of the result is promoted, rounded to the dtype of the result. The reference computes
+the same sum, but its last bits may differ from the kernel's. The scaling is that of the DeepSeek-V3
+report, section 3.3.2.
 
 lhs and the result may have several dimensions in the place of m; lhs and rhs may have several in
 the place of k (gemm_dims.py). They are folded on the device, so that a mesh may cut each of them.
@@ -75,8 +73,7 @@ def gemm(
     )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = None if out_spec is None else [out_spec]
-    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
-    return gemm_p(*operands, **how, **params)[0]
+    return gemm_p(*operands, implementation=implementation, out_specs=out_specs, **params)[0]
 
 
 def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
@@ -91,11 +88,10 @@ def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
 
 
 def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> None:
-    op = "gemm"
+    op, shape = "gemm", (lhs.shape[0], rhs.shape[0])
     checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
     checks.check_scaled(op, "rhs", rhs, rhs_scale, (1 if is_1d1d else _BLOCK, _BLOCK))
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
-    shape = (lhs.shape[0], rhs.shape[0])
     for accum_aval in accum:
         checks.check_accumulator(op, accum_aval, shape, out_dtype)
 
@@ -147,7 +143,11 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
         rhs_scale = pad(rhs_scale, pad_n, 0, 1)
     # 128x128 scales need no padding: n rounded up to 8 ends in the same block.
     accum = [pad(x, 0, pad_n) for x in accum]
-    config = _config(lhs, rhs, is_1d1d, out_dtype, bool(accum))
+    num_sms = extension.num_sms()
+    spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
+    config = choose.choose(m, n + pad_n, k + pad_k, num_sms=num_sms, **spec).attributes(
+        **spec, **tile_config.formats(lhs, rhs), num_sms=num_sms
+    )
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)
     rhs_scale_layout = column_major if is_1d1d else row_major
@@ -160,14 +160,6 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
         input_output_aliases={4: 0} if accum else None,
     )(lhs, lhs_scale, rhs, rhs_scale, *accum, config=config)
     return [out[:, :n]]
-
-
-def _config(lhs, rhs, is_1d1d: bool, out_dtype, accumulate: bool) -> dict[str, Any]:
-    num_sms = extension.num_sms()
-    spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=accumulate)
-    (m, k), n = lhs.shape, rhs.shape[0]
-    config = choose.choose(m, n, k, num_sms=num_sms, **spec)
-    return config.attributes(**spec, **tile_config.formats(lhs, rhs), num_sms=num_sms)
 
 
 def _batch_rule(operands, dims, **params):

@@ -21,7 +21,7 @@ from jax_fp8gemm import (
     quantize_both,
     scaled_matmul,
 )
-from jax_fp8gemm._primitives import define
+from jax_fp8gemm._primitives import fallback
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm.moe import moe_layer
 
@@ -221,7 +221,7 @@ def test_asking_for_the_reference_does_not_warn():
 
 
 def test_gpu_without_the_kernels_falls_back_when_lowering(monkeypatch):
-    monkeypatch.setattr(define, "_has_gpu", lambda: True)
+    monkeypatch.setattr(fallback, "_has_gpu", lambda: True)
     monkeypatch.setattr(extension, "unavailable_reason", lambda: "needs an sm90a device; got A100")
     extension.warn_once.cache_clear()
     with pytest.warns(FallbackWarning, match="needs an sm90a device; got A100"):

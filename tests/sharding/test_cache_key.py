@@ -70,7 +70,7 @@ def test_a_key_depends_on_the_implementation(monkeypatch):
     texts = set()
     for reason in (None, "no driver"):
         monkeypatch.setattr(
-            "jax_fp8gemm._primitives.define._unusable_reason", lambda reason=reason: reason
+            "jax_fp8gemm._primitives.fallback.unusable_reason", lambda reason=reason: reason
         )
         monkeypatch.setattr(extension, "warn_once", lambda reason: None)
         texts.add(key_text(quantize, platform="cuda"))
