@@ -98,8 +98,9 @@ def forward(
     """Returns the result of expert_mlp, by transposed weights, and what `backward` needs."""
     exchange = spec.exchange
     fmt = spec.products.into.recipe.fwd
+    tokens = _quantize_to_send(spec, fmt, x)
     plan = exchange.plan(indices // spec.num_local_experts)
-    sent = Sent(_quantize_to_send(spec, fmt, x), indices, weights)
+    sent = Sent(tokens, indices, weights)
 
     def run(turn: jax.Array | int) -> tuple[jax.Array, Received, jax.Array]:
         received = _receive(spec, plan, turn, sent)
