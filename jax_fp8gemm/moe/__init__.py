@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: moe_layer, on one device or on a mesh, or its parts on one device.
 
-No expert has a capacity and no token is dropped, unless one is asked for. All is deterministic,
-forward and backward.
+Experts take all tokens that choose them, unless moe_layer is given a capacity_factor. Results and
+gradients are deterministic.
 """
 
 from jax_fp8gemm.moe._mlp import moe_mlp as moe_mlp

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 def sort_choices(
     indices: Int32[Array, "m top_k"], num_experts: int
 ) -> tuple[Int32[Array, " num_experts"], Int32[Array, " rows"], Int32[Array, "m top_k"]]:
-    """Sorts the choices of all tokens, numbered row by row, by expert; those of none come last.
+    """Sorts the choices of all tokens by expert, stably; choices of no expert come last.
+
+    Choices are numbered row by row, through (m, top_k).
 
     Returns:
-      group_sizes: choices of each expert. choice: the choice at each place. order: its inverse.
+      group_sizes: the number of choices of each expert.
+      choice: the number of the choice at each place.
+      order: the place of each choice, the inverse of `choice`.
     """
     expert = indices.reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -31,7 +35,10 @@ def sort_choices(
 def limit(
     indices: Int32[Array, "m top_k"], num_experts: int, capacity: int
 ) -> Int32[Array, "m top_k"]:
-    """`indices` with all choices of an expert but the first `capacity` made no expert."""
+    """Returns `indices` where only the first `capacity` choices of each expert name it.
+
+    Later choices name no expert.
+    """
     group_sizes, _, order = sort_choices(indices, num_experts)
     starts = jnp.cumsum(group_sizes) - group_sizes
     expert = jnp.clip(indices, 0, num_experts - 1)
@@ -40,11 +47,12 @@ def limit(
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x[rows], all of which exist."""
+    """Returns x[rows]; all of these rows must exist."""
     return x.at[rows].get(mode="promise_in_bounds")
 
 
 def inverse(permutation: jax.Array) -> jax.Array:
+    """Returns the inverse of a permutation of 0..n-1."""
     rank = jnp.arange(permutation.size, dtype=permutation.dtype)
     return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
 
@@ -52,11 +60,14 @@ def inverse(permutation: jax.Array) -> jax.Array:
 def sum_of_rows(
     rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
 ) -> jax.Array:
-    """f32 sums over j of (weights[:, j] times) rows[order[:, j]], where has_row[:, j]."""
+    """Returns the f32 sums over j of weights[:, j] * rows[order[:, j]].
+
+    weights: None stands for ones. has_row: whether to add the term (i, j); None adds all.
+    """
     terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
     if weights is not None:
         terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
     if has_row is not None:
         terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
-    # One addition after another: a reduction would leave their order to XLA.
+    # Additions one after another, because a reduction would leave their order to XLA.
     return functools.reduce(jnp.add, terms)

@@ -13,11 +13,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._sharding.manual_axes import replicate
+from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._options import OP
 from jax_fp8gemm.moe._route import check_scoring
 
 
-def check_options(router, top_k, scoring, normalize, capacity_factor) -> None:
+def check_options(
+    router: Any, top_k: Any, scoring: Any, normalize: Any, capacity_factor: Any
+) -> None:
+    """Raises unless the static arguments are of the right types and go together."""
     checks.check_static(OP, top_k=top_k, capacity_factor=capacity_factor)
     checks.check_bool(OP, normalize=normalize)
     if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
@@ -38,7 +42,8 @@ def check_options(router, top_k, scoring, normalize, capacity_factor) -> None:
         )
 
 
-def check_mesh(expert_axis, exchange, mesh) -> None:
+def check_mesh(expert_axis: Any, exchange: Any, mesh: Any) -> None:
+    """Raises unless these arguments go together and `mesh` is None or a mesh."""
     if expert_axis is None and (exchange is not None or mesh is not None):
         raise ValueError(
             f"{OP}: exchange and mesh must go with expert_axis; got exchange "
@@ -48,8 +53,8 @@ def check_mesh(expert_axis, exchange, mesh) -> None:
         raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
 
 
-def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
-    """Logits (m, num_experts), or indices and weights (m, top_k)."""
+def fold_router(router: Any, x: Any, top_k: int | None) -> Router:
+    """Returns the router as logits (m, num_experts), or as indices and weights (m, top_k)."""
     if not isinstance(router, tuple | list):
         if top_k is None:
             raise ValueError(f"{OP}: top_k must go with router logits; got None")
@@ -64,7 +69,7 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
     indices, weights = map(arrays.as_array, router)
     checks.check_array(OP, "indices", indices)
     checks.check_integers(OP, "indices", indices)
-    # Saturated where they are, or int64 beyond int32 would wrap to an expert.
+    # as_int32 saturates: an int64 beyond int32 would otherwise wrap, perhaps to an expert.
     indices = fold("indices", as_int32(indices, lowest=-1), x)
     checks.check_array(OP, "weights", weights)
     checks.check_dtype(OP, "weights", weights, formats.FLOAT_DTYPES)
@@ -84,7 +89,7 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Any:
 
 
 def fold(name: str, part: Any, x: Any) -> jax.Array:
-    """`part` (..., c), with the leading dimensions of x (..., d), as (m, c)."""
+    """Returns `part` (..., c), which must have the leading dimensions of x (..., d), as (m, c)."""
     part = arrays.as_array(part)
     checks.check_array(OP, name, part)
     if part.ndim != x.ndim or part.shape[:-1] != x.shape[:-1]:
@@ -92,6 +97,6 @@ def fold(name: str, part: Any, x: Any) -> jax.Array:
             f"{OP}: {name} must have the leading dimensions of x; "
             f"got {name} {checks.short_type(part)}, x {checks.short_type(x)}"
         )
-    # Explicit mesh axes may go on cutting the first dimension.
+    # Explicit mesh axes may cut the first dimension before and after.
     part = replicate(OP, jnp.asarray(part), from_dim=1)
     return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])

@@ -1,8 +1,8 @@
 """local_layer: permute, moe_mlp and unpermute on one device, in fewer passes over the rows.
 
-Rows are copied to their experts as they are quantised (_primitives/gather_quantize.py), and the
-cotangent of each row, that of its token times the weight of its choice, as well: neither is stored
-unquantised, nor is the latter rounded before. The rest is that of the three functions.
+Rows are quantised as they are copied to their experts (_primitives/gather_quantize.py). So are
+their cotangents: that of a row is the one of its token times the weight of its choice, in f32.
+Neither is stored unquantised. The rest is computed as the three functions compute it.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Kept(NamedTuple):
 
 
 def _rows(operands: Operands) -> Rows:
+    """Returns the rows that the choices of the operands make."""
     group_sizes, choice, order = sort_choices(operands.indices, operands.w_gate_up.shape[0])
     return Rows(Groups.of_sizes(group_sizes), choice, order)
 
@@ -143,6 +144,7 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 
 
 def _add_up(out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
+    """Returns the weighted sum of the rows of each token."""
     return sum_of_rows(out, rows.order, weights).astype(out.dtype)
 
 

@@ -1,6 +1,6 @@
 """moe_mlp: the SwiGLU MLP of each group's expert, FP8 inside, with its own derivatives.
 
-What is computed in which format: moe/_mlp_products.py.
+_mlp_products.py says what is computed, and in which format.
 """
 
 from __future__ import annotations
@@ -56,31 +56,32 @@ def moe_mlp(
 ) -> Float[Array, "m d"]:
     """Applies to each group of rows its own expert: (silu(x . gate) * (x . up)) . down.
 
-    Differentiable once, in reverse mode. Any m, d, f and up to 1024 groups of any sizes, which stay
-    on the device. vmap runs one element after another.
+    It is differentiable once, in reverse mode. m, d and f may be any, and so may the sizes of up to
+    1024 groups, which stay on the device. vmap runs one element after another.
 
     Args:
       x: (m, d) bf16, f16 or f32, rows sorted by group.
-      w_gate_up: (g, d, 2 f) bf16, f16 or f32: columns 0..f-1 are the gate's, the others up's; or a
-        ScaledArray with block (128, 128), quantised once for many calls, without a gradient. Give
+      w_gate_up: (g, d, 2 f) bf16, f16 or f32. Columns 0..f-1 are the gate's, the others up's. Or a
+        ScaledArray with block (128, 128), quantised once for many calls; it has no gradient. Give
         it `transposed` (quantize with_transpose=True), which is what the product reads.
       w_down: (g, f, d), likewise.
-      group_sizes: (g,) integers. A negative size counts as 0, rows past m as none. Rows past
-        the sum are zero in the result and in the gradient, whatever x holds there.
-      recipe: formats and scale blocks. BF16: jax.lax.ragged_dot, in the dtype of x. With
-        wgrad="bf16" activations are stored unquantised, as two calls of ragged_dot would.
+      group_sizes: (g,) integers. A negative size counts as 0, and a group ends at row m at the
+        latest. Rows past the sum are zero in the result and in the gradient, whatever x holds
+        there.
+      recipe: the formats and scale blocks. BF16 stands for jax.lax.ragged_dot in the dtype of x.
+        With wgrad="bf16", activations are stored unquantised, as two calls of ragged_dot do.
       implementation: as for ragged_dot.
     Returns:
-      (m, d) array of the dtype of x, and sharded as x over Explicit mesh axes. Gradients have the
-      dtypes of their operands, that of an empty group is zero; group_sizes has none.
+      (m, d) array of the dtype of x, sharded as x over Explicit mesh axes. Gradients have the
+      dtypes of their operands. That of an empty group is zero. group_sizes has none.
     Raises:
       TypeError: a dtype. ValueError: shapes, implementation, scale block.
       NotImplementedError: a second derivative.
       RuntimeError: implementation="cuda" where the kernels cannot run.
 
-    The backward pass keeps x and h quantised along the tokens of each group ("fp8gemm_lhs"), the
-    weights ("fp8gemm_rhs") and gate_up in bf16, f32 for an x in f16 or f32 ("fp8gemm_out"); so
-    save_only_these_names can trade any of them for being computed again.
+    The forward pass keeps for the backward pass: x and h quantised along the tokens of each group
+    ("fp8gemm_lhs"), the weights ("fp8gemm_rhs"), and gate_up in bf16, or in f32 if x is f16 or f32
+    ("fp8gemm_out"). With save_only_these_names, jax.checkpoint computes the others again.
     """
     operands = map(arrays.as_array, (x, w_gate_up, w_down, group_sizes))
     x, w_gate_up, w_down, group_sizes = operands
@@ -101,6 +102,7 @@ def moe_mlp(
 
 
 def _check_group_sizes(group_sizes: Any, g: int) -> None:
+    """Raises unless group_sizes is integers (g,)."""
     checks.check_array(_OP, "group_sizes", group_sizes)
     _groups.check_group_sizes(_OP, group_sizes)
     if group_sizes.shape != (g,):
@@ -118,6 +120,7 @@ def _unfused_mlp(
     w_down: Weights,
     groups: Groups,
 ) -> jax.Array:
+    """Computes moe_mlp by two calls of ragged_dot, which stores activations unquantised."""
     if not recipe.is_fp8:
         w_gate_up, w_down = (
             w.dequantize(x.dtype) if isinstance(w, ScaledArray) else w.astype(x.dtype)
@@ -130,7 +133,7 @@ def _unfused_mlp(
         recipe=recipe,
         implementation=implementation,
     )
-    # Over Explicit axes: the gate and up of a feature lie on the same device.
+    # No Explicit axis cuts columns, so the gate and up of a feature lie on the same device.
     gate_up = replicate(_OP, product(x, w_gate_up), from_dim=1)
     h = swiglu(gate_up).astype(x.dtype)
     return reshard(product(h, w_down), jax.typeof(x).sharding.spec)

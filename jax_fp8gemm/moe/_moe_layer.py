@@ -22,7 +22,8 @@ from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._mlp_specs import check_experts
 from jax_fp8gemm.moe._operands import Inputs, Operands
 from jax_fp8gemm.moe._options import OP, LayerOptions
-from jax_fp8gemm.moe._parallel.exchange import AxisName, Name
+from jax_fp8gemm.moe._parallel.exchange import Name
+from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
 from jax_fp8gemm.moe._permute import check_top_k
@@ -52,34 +53,38 @@ def moe_layer(
 ) -> Float[Array, "*batch d"]:
     """Sends each token through top_k experts and adds up their results by weight.
 
-    Differentiable once, in reverse mode: in x, the logits or weights, w_gate_up and w_down.
+    It is differentiable once, in reverse mode, in x, the logits or weights, w_gate_up and w_down.
 
     Args:
       x: (..., d) bf16, f16 or f32: the tokens.
       router: (..., num_experts) logits, from which `route` chooses; or (indices, weights), each
-        (..., top_k): a choice made elsewhere, as `permute` and `unpermute` take it.
-      w_gate_up, w_down: weights of num_experts experts, as for moe_mlp.
-      top_k: experts a token, needed with logits.
-      scoring, normalize: as for route; with logits only.
+        (..., top_k), a choice made elsewhere, as `permute` and `unpermute` take it.
+      w_gate_up, w_down: the weights of num_experts experts, as for moe_mlp.
+      top_k: the number of experts of each token. Logits need it.
+      scoring, normalize: as for route. They go with logits only.
       recipe, implementation: as for moe_mlp.
-      expert_axis: mesh axis, or axes, along which the experts lie, num_experts / size on each
-        device. In a shard_map over it: x and router are those of this device, w_gate_up and w_down
-        its experts. Elsewhere a shard_map is made, over all axes of the mesh, with the tokens
-        (the leading dimensions of x, as one) cut along all of them.
-      exchange: how tokens travel along expert_axis: "all_gather", "all_to_all",
-        "ragged_all_to_all" (docs/scaling.md), all to the same bits while "all_to_all" needs no
-        further turn, or None: the one that takes least time by the sizes. With expert_axis only.
-      capacity_factor: None or inf: no token is dropped. Else an expert takes at most
-        capacity_factor * tokens * top_k / num_experts choices, rounded up, the first ones, of the
-        tokens (of each device, with expert_axis); the others count as no expert.
-      mesh: that of expert_axis, and only with it; default that of jax.set_mesh or the operands.
+      expert_axis: the mesh axis, or axes, along which the experts lie. Each device has num_experts
+        / size of them. In a shard_map over the axis, x and router are those of this device, and
+        w_gate_up and w_down are its experts. Elsewhere, the layer makes a shard_map over all axes
+        of the mesh. It cuts the tokens (the leading dimensions of x, as one) along all axes.
+      exchange: how tokens travel along expert_axis: "all_gather", "all_to_all" or
+        "ragged_all_to_all" (docs/scaling.md). None takes the one that the sizes make fastest. All
+        give the same bits, except that "all_to_all" may need further turns, which add in another
+        order. It goes with expert_axis only.
+      capacity_factor: None or inf: no token is dropped. Otherwise an expert takes its first
+        capacity_factor * tokens * top_k / num_experts choices, rounded up; later ones count as no
+        expert. With expert_axis, these are the tokens of each device.
+      mesh: the mesh of expert_axis, and goes with it only. The default is the mesh of jax.set_mesh
+        or of the operands.
     Returns:
       (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
-      travel as FP8 with power-of-two scales, the results in the dtype of x (or as FP8: the recipe's
-      fp8_combine).
-    Raises: as the functions of this module. ValueError: expert_axis, exchange, capacity_factor,
-      arguments that do not go together, or tokens or experts that do not divide evenly.
-      TypeError: mesh, capacity_factor, anything but the arrays traced.
+      travel as FP8 with power-of-two scales. Results travel in the dtype of x, or as FP8 if the
+      recipe has fp8_combine.
+    Raises:
+      ValueError: expert_axis, exchange, capacity_factor, arguments that do not go together, tokens
+        or experts that do not divide evenly, and whatever the functions of this module raise it
+        for.
+      TypeError: mesh, capacity_factor, any traced argument that is no array, and likewise.
     """
     x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))
     check_options(router, top_k, scoring, normalize, capacity_factor)
@@ -129,7 +134,10 @@ def _run(
 
 
 def _unfold(out: jax.Array, x: Any) -> jax.Array:
-    """`out` (m, d) in the shape of x, where Explicit axes cut m as far as they can cut x."""
+    """Returns `out` (m, d) in the shape of x.
+
+    Explicit axes cut the first dimension of x as they cut m, as far as it divides evenly.
+    """
     sharding = jax.typeof(out).sharding
     axes = sharding.spec[0] if x.ndim > 2 else None
     if axes is not None:

@@ -1,8 +1,8 @@
 """permute and unpermute: rows to their experts and back.
 
-Rows move by gathers alone, forward and backward, through the permutation or its inverse, and the
-rows of a token are added in the order of its choices: no result depends on the order in which
-threads finish, as a scatter-add's does.
+Forward and backward, rows move by gathers alone, through the permutation or its inverse. The rows
+of a token are added in the order of its choices. So no result depends on the order in which threads
+finish, as that of a scatter-add does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
-# Choices of one token: a program adds them up one after another.
+# The most choices of a token. A program adds them one after another, and would be too long.
 MAX_TOP_K = 1024
 
 
@@ -36,12 +36,12 @@ def permute(
 
     Args:
       x: (m, d) bf16, f16 or f32.
-      indices: (m, top_k) integers. One outside 0..num_experts-1 is no expert: its copy comes
+      indices: (m, top_k) integers. A number outside 0..num_experts-1 is no expert. Its copy comes
         after all groups, where moe_mlp and ragged_dot make it zero.
       num_experts: at least 1.
     Returns:
-      rows (m * top_k, d), group_sizes (num_experts,), and order (m, top_k), for unpermute:
-      rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. Differentiable in x.
+      rows (m * top_k, d), group_sizes (num_experts,) and order (m, top_k), which unpermute takes:
+      rows[order[i, j]] is the copy of x[i] for expert indices[i, j]. rows is differentiable in x.
     Raises:
       TypeError: a dtype, or num_experts traced.
       ValueError: shapes, num_experts < 1, or num_experts or m * top_k from 2^31 on.
@@ -81,11 +81,11 @@ def unpermute(
 ) -> Float[Array, "m d"]:
     """Adds up the rows of each token by weight: sum over j of weights[i, j] * rows[order[i, j]].
 
-    In f32, j ascending, then rounded to the dtype of rows.
+    The sum is computed in f32, j ascending, and rounded to the dtype of rows.
 
     Args:
       rows: (m * top_k, d) bf16, f16 or f32, sorted by expert.
-      order: (m, top_k) int32, of permute.
+      order: (m, top_k) int32, from permute.
       weights: (m, top_k) bf16, f16 or f32.
     Returns:
       (m, d) array. Differentiable in rows and weights.
@@ -111,13 +111,13 @@ def unpermute(
 
 
 def _check_choices(op: str, choices: Any) -> None:
-    """ValueError unless int32 can number choices (m, top_k), and a token has not too many."""
+    """Raises ValueError unless int32 can number choices (m, top_k), and a token has few enough."""
     checks.check_count(op, "m * top_k", choices.size, choices)
     check_top_k(op, choices.shape[1], choices)
 
 
 def check_top_k(op: str, top_k: int, x: Any) -> None:
-    """ValueError if `top_k` is above MAX_TOP_K; `x` is named in it."""
+    """Raises ValueError if `top_k` is above MAX_TOP_K; the error shows the type of `x`."""
     if top_k > MAX_TOP_K:
         raise ValueError(
             f"{op}: top_k must be at most {MAX_TOP_K}; got {top_k}, {checks.short_type(x)}"

@@ -24,16 +24,16 @@ def route(
     scoring: Scoring = "softmax",
     normalize: bool = True,
 ) -> tuple[Int32[Array, "m top_k"], Float32[Array, "m top_k"]]:
-    """Chooses the top_k experts of each token, of equal logits the first.
+    """Chooses the experts of the top_k largest logits of each token; of equal logits, the first.
 
     Args:
       logits: (m, num_experts) bf16, f16 or f32.
       top_k: 1..num_experts.
       scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3), in f32.
-      normalize: divide the scores of the chosen experts by their sum.
+      normalize: whether to divide the scores of the chosen experts by their sum.
     Returns:
-      indices (m, top_k) int32, of falling logits, and weights (m, top_k) f32, their scores,
-      differentiable in logits.
+      indices (m, top_k) int32, in the order of falling logits, and weights (m, top_k) f32, the
+      scores of these experts. The weights are differentiable in logits.
     Raises:
       TypeError: a dtype. ValueError: rank, top_k, scoring.
     """
@@ -48,11 +48,11 @@ def route(
     check_scoring(op, scoring)
     logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
     _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
-    # Not a gather, whose transpose is a scatter-add.
+    # The transpose of a gather would be a scatter-add.
     is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]
     chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
     if scoring == "sigmoid":
-        # By logarithms: sigmoids of a token may all underflow, and still have a ratio.
+        # Logarithms, because the sigmoids of a token may all underflow and still have a ratio.
         weights = (
             jax.nn.softmax(jax.nn.log_sigmoid(chosen)) if normalize else jax.nn.sigmoid(chosen)
         )
@@ -64,7 +64,7 @@ def route(
 
 
 def as_top_k(op: str, top_k: Any, logits: Any) -> int:
-    """`top_k` as an int; ValueError unless it is 1..num_experts, of logits (m, num_experts)."""
+    """Returns `top_k` as an int; raises ValueError unless it is 1..num_experts."""
     number = checks.as_index(top_k)
     if number is None or number not in range(1, logits.shape[1] + 1):
         raise ValueError(
@@ -76,7 +76,7 @@ def as_top_k(op: str, top_k: Any, logits: Any) -> int:
 
 
 def check_scoring(op: str, scoring: Any) -> None:
-    """ValueError unless `scoring` names one."""
+    """Raises ValueError unless `scoring` is a known name."""
     if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
         raise ValueError(
             f"{op}: scoring must be 'softmax' or 'sigmoid'; got {checks.short_repr(scoring)}"

@@ -10,7 +10,8 @@ import jax
 from jax_fp8gemm.moe._mlp_specs import Specs, check_num_experts, make_specs
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
-from jax_fp8gemm.moe._parallel.exchange import Exchange, Name, make_exchange
+from jax_fp8gemm.moe._parallel.exchange import Name, make_exchange
+from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
 
 _HEADROOM = 1.25  # the rows of a turn, over the rows that evenly spread choices make
 _ROW_UNIT = 128

@@ -22,12 +22,12 @@ from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How the mesh cuts the layer's arrays, all along their first dimension.
+    """How a mesh cuts the arrays of a layer, all of them along their first dimension.
 
     Attributes:
-      mesh: of the caller.
-      token_axes: those that cut the tokens: all that are not manual.
-      expert_axes: those of them that cut the experts.
+      mesh: the mesh of the caller.
+      token_axes: the axes that cut the tokens. They are all axes that are not manual.
+      expert_axes: the axes that cut the experts. They are some of token_axes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -36,28 +36,28 @@ class MeshLayout:
 
     @property
     def num_devices(self) -> int:
-        """Into how many parts the tokens are cut."""
+        """The number of parts into which the tokens are cut."""
         return math.prod(self.mesh.shape[name] for name in self.token_axes)
 
     @property
     def num_expert_devices(self) -> int:
-        """Into how many the experts are cut."""
+        """The number of parts into which the experts are cut."""
         return math.prod(self.mesh.shape[name] for name in self.expert_axes)
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Of an array of tokens, and of anything that each device has of its own."""
+        """How an array of tokens is cut, and anything else that differs on each device."""
         return PartitionSpec(self.token_axes)
 
     @property
     def experts(self) -> PartitionSpec:
-        """Of an array of experts."""
+        """How an array of experts is cut."""
         return PartitionSpec(self.expert_axes)
 
     def map(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Callable[..., Any]:
-        """`function` on each device's shards of operands, which are moved there first."""
+        """Returns a function that moves its operands as in_specs say, and maps their shards."""
         sharded = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -72,14 +72,14 @@ class MeshLayout:
                 jax.tree.map(partial(self.place, spec=spec), operand)
                 for spec, operand in zip(in_specs, operands, strict=True)
             ]
-            # NOTE: without check_vma nothing varies over the axes of a shard_map around this one.
+            # NOTE: without check_vma, no result varies over the axes of an outer shard_map.
             outer = jax.tree.leaves(moved)
             return jax.tree.map(lambda y: match_varying(y, *outer)[0], sharded(*moved))
 
         return run
 
     def place(self, x: Any, spec: PartitionSpec) -> jax.Array:
-        """`x` as `spec` says over the Explicit axes; XLA moves it along the others."""
+        """Returns `x` cut as `spec` says along Explicit axes; XLA moves it along the others."""
         x = jnp.asarray(x)
         explicit = set(self.mesh.abstract_mesh.explicit_axes)
         if not explicit:
@@ -89,7 +89,7 @@ class MeshLayout:
 
 
 def axis_names(expert_axis: Any, exchange: Any) -> tuple[str, ...]:
-    """The mesh axes that `expert_axis` names."""
+    """Returns the mesh axes that `expert_axis` names; raises where it or `exchange` is wrong."""
     names = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
     if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(
@@ -109,15 +109,15 @@ def axis_names(expert_axis: Any, exchange: Any) -> tuple[str, ...]:
 
 
 def is_manual(names: tuple[str, ...]) -> bool:
-    """Whether the caller is inside a shard_map over these axes."""
+    """Returns whether the caller is inside a shard_map over these axes."""
     return set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def lay_out(inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> MeshLayout:
-    """How a mesh cuts x (m, d), the router and the weights; raises where it cannot.
+    """Returns how a mesh cuts the inputs; raises ValueError if it cannot.
 
-    Tokens are cut along all axes of the mesh that the caller is not in a shard_map over already;
-    experts along those of `names`.
+    Experts are cut along the axes of `names`. Tokens are cut along all axes of the mesh, except
+    those of a shard_map around the call.
     """
     num_tokens, num_experts = inputs.x.shape[0], inputs.w_gate_up.shape[0]
     mesh = _mesh_of(inputs) if mesh is None else mesh
@@ -149,6 +149,7 @@ def lay_out(inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | 
 
 
 def _mesh_of(inputs: Inputs) -> Mesh | AbstractMesh:
+    """Returns the mesh of jax.set_mesh, or else the mesh of an input."""
     current = jax.sharding.get_abstract_mesh()
     if not current.empty:
         return current

@@ -1,24 +1,26 @@
 """expert_mlp: the experts of an expert-parallel layer, on tokens that travel as FP8.
 
-On each device of the expert axis, inside shard_map, with the FP8 format in brackets:
+It runs on each device of the expert axis, inside a shard_map. Brackets hold scale blocks.
 
-    x        [1x128, power-of-two scales]  sent to the devices of the token's experts
-    rows     the tokens of each local expert, copied from those received, in FP8
-    partial  the weighted results of a token's local experts, in the dtype of x; sent back and added
+    x        [1x128, power-of-two scales]  is sent to the devices of the token's experts
+    rows     [as x]  are copies of the received tokens, one for each choice of a local expert
+    partial  is the weighted sum of a token's rows after the experts, in the dtype of x; it is sent
+             back, and added to those of the other devices
 
-    dout     [1x128, power-of-two scales]  sent as x was
-    dx       summed over the local experts in the dtype of x; sent back and added
+    dout     [1x128, power-of-two scales]  is sent as x was
+    dx       is summed over the local experts, in the dtype of x; it is sent back and added
 
-With the recipe's fp8_combine, partial and dx are sent back quantised, 1x128, as x and dout were.
+If the recipe has fp8_combine, partial and dx are quantised before they are sent back, as x and dout
+are. The scales of what travels are powers of two in every recipe (DeepSeek-V3 report, section
+3.3.3): weight gradients read x and dout in other blocks, and quantising them again then changes
+hardly any value. The products are those of moe/_mlp_products.py.
 
-The products are those of moe/_mlp_products.py. Scales of what travels are powers of two, whatever
-the recipe (DeepSeek-V3 report, section 3.3.3): the weight gradients read x and dout in other
-blocks, and requantising then moves next to no value.
-
-An expert takes as many tokens as it gets. Rows are computed `rows` at a time, a number that evenly
-spread choices do not reach: it bounds the memory, and a turn more is taken only where it is passed.
-What turns contribute to a token or a weight is added in the dtype of the sum. gate_up of the first
-turn is kept for the backward pass; that of the others is computed again.
+No token is dropped, so the number of rows is not known before. Two loops take turns:
+  - An exchange with fewer slots than tokens sends the rest in further turns.
+  - The received rows are computed `rows` at a time. Evenly spread choices fill one such turn at
+    most, and this bounds the memory.
+What turns contribute to a token or to a weight is added in the dtype of the sum. gate_up of the
+first turn is kept for the backward pass. That of further turns is computed again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
-from jax_fp8gemm.moe._parallel.exchange import Plan
+from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, add_turns
 from jax_fp8gemm.moe._parallel.turn import Gradients, backward_turn, forward_turn
@@ -102,7 +104,7 @@ def forward(
     plan = exchange.plan(indices // spec.num_local_experts)
     sent = Sent(tokens, indices, weights)
 
-    def run(turn: jax.Array | int) -> tuple[jax.Array, Received, jax.Array]:
+    def run(turn: TurnNumber) -> tuple[jax.Array, Received, jax.Array]:
         received = _receive(spec, plan, turn, sent)
         sums, gate_up = forward_turn(spec, received, 0, w)
         step = lambda turn: forward_turn(spec, received, turn, w)[0]
@@ -122,7 +124,7 @@ def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradi
     fmt = spec.products.into.recipe.bwd
     quantised = _quantize_to_send(spec, fmt, dout)
 
-    def run(turn: jax.Array | int, received: Received, gate_up: jax.Array | None) -> Gradients:
+    def run(turn: TurnNumber, received: Received, gate_up: jax.Array | None) -> Gradients:
         send = partial(exchange.send, plan, turn)
         douts = ScaledArray(send(quantised.values), send(quantised.scale))
         first = backward_turn(spec, received, douts, 0, w, gate_up)
@@ -142,12 +144,13 @@ def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradi
 
 
 def _quantize_to_send(spec: ExpertSpec, fmt: Format | None, x: jax.Array) -> ScaledArray:
+    """Quantises x, or its like, in the scales in which it travels."""
     args: dict[str, Any] = quantize_args(spec.products.into, fmt) | dict(pow2_scale=True)
     return quantize(x, **args)
 
 
 def _give_back(
-    spec: ExpertSpec, plan: Plan, turn: jax.Array | int, fmt: Format | None, y: jax.Array
+    spec: ExpertSpec, plan: Plan, turn: TurnNumber, fmt: Format | None, y: jax.Array
 ) -> jax.Array:
     """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
     is_quantised = spec.products.into.recipe.fp8_combine
@@ -155,7 +158,8 @@ def _give_back(
     return spec.exchange.give_back(plan, turn, back)
 
 
-def _receive(spec: ExpertSpec, plan: Plan, turn: jax.Array | int, sent: Sent) -> Received:
+def _receive(spec: ExpertSpec, plan: Plan, turn: TurnNumber, sent: Sent) -> Received:
+    """Sends what this device has, and returns what it receives."""
     send = partial(spec.exchange.send, plan, turn)
     experts = send(sent.indices, empty=-1)
     local = experts - lax.axis_index(spec.exchange.axis) * spec.num_local_experts

@@ -1,7 +1,7 @@
-"""Expert-parallel layers under jit: what is cut how, and weights that are gathered as FP8.
+"""expert_mlp_on_mesh: expert_mlp for arrays that a mesh cuts, outside any shard_map over its axes.
 
-Along the axes of the mesh that are not the experts', weights may be sharded too: they are then
-quantised where they live, gathered as FP8, and their gradients summed in the recipe's reduce_dtype.
+Weights may be sharded along mesh axes that are not the experts', too. They are quantised where they
+live and gathered as FP8. Their gradients are added in the recipe's reduce_dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._sharding.manual_axes import match_varying
@@ -26,7 +26,7 @@ from jax_fp8gemm.moe._parallel.mlp import Kept, backward, forward
 from jax_fp8gemm.moe._parallel.turn import Gradients
 
 # The sharding of w_gate_up and of w_down; None for a ScaledArray, which has no gradient.
-Shardings: TypeAlias = tuple[Sharding | None, ...]
+Shardings: TypeAlias = tuple[NamedSharding | None, ...]
 
 
 def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands) -> jax.Array:
@@ -54,7 +54,7 @@ def _fwd(
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
     tokens, experts = layout.tokens, layout.experts
     in_specs = tokens, tokens, tokens, experts
-    # check_vma=False: residuals are each device's own, whether or not they differ.
+    # Without check_vma, because each device keeps residuals of its own even if they do not vary.
     run = layout.map(partial(forward, spec), in_specs, tokens, check_vma=False)
     out, kept = run(x, indices, weights, transposed)
     return out, (kept, w)
@@ -105,13 +105,16 @@ def _with_partial_sums(spec: ExpertSpec) -> ExpertSpec:
 
 
 def _scattered_dim(layout: MeshLayout, axes: tuple[str, ...], shape: Any) -> int | None:
-    """The dimension of a weight (g, d, f) along which its gradients are scattered as they are added
-    over `axes`: half the bytes of a sum that every device gets, whatever XLA then makes of it."""
+    """Returns the dimension of a weight (g, d, f) along which its gradient is scattered, or None.
+
+    A sum over `axes` that scatters its result moves half the bytes of one that every device gets.
+    """
     parts = math.prod(layout.mesh.shape[name] for name in axes)
     return next((dim for dim in (1, 2) if parts > 1 and shape[dim] % parts == 0), None)
 
 
 def _sum(dw: jax.Array, axes: tuple[str, ...], dim: int | None) -> jax.Array:
+    """Adds dw over `axes`, and scatters the sum along `dim` if that is not None."""
     if dim is None:
         return lax.psum(dw, axes)
     return lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
@@ -120,14 +123,14 @@ def _sum(dw: jax.Array, axes: tuple[str, ...], dim: int | None) -> jax.Array:
 def _grad_spec(
     expert_axes: tuple[str, ...], summed: tuple[str, ...], dim: int | None
 ) -> PartitionSpec:
-    """Of a gradient that `_sum` has added."""
+    """Returns how a gradient is cut after `_sum`."""
     cut = [expert_axes, None, None]
     if dim is not None:
         cut[dim] = summed
     return PartitionSpec(*cut)
 
 
-def _reshard(x: Any, sharding: Any) -> Any:
-    """`x` as a weight is sharded; None: that of a ScaledArray, which has no gradient."""
+def _reshard(x: jax.Array | None, sharding: NamedSharding | None) -> jax.Array | None:
+    """Returns the gradient x as its weight is sharded; None for weights that have no gradient."""
     is_moved = sharding is not None and sharding.mesh.explicit_axes
     return jax.sharding.reshard(x, sharding) if is_moved else x

@@ -1,4 +1,4 @@
-"""lax.ragged_all_to_all, on CPUs too."""
+"""ragged_all_to_all: lax.ragged_all_to_all, which here runs on CPUs too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 def ragged_all_to_all(
     rows: jax.Array, out: jax.Array, how: tuple[jax.Array, ...], axis: str | tuple[str, ...]
 ) -> jax.Array:
+    """Returns `out` with the rows that this device receives.
+
+    how: input_offsets, send_sizes, output_offsets and recv_sizes, as for lax.ragged_all_to_all.
+    """
+
     def run(rows, out, *how):
-        # NOTE: JAX says of the result that it varies as rows do not.
+        # NOTE: JAX gives the result other varying axes than the rows have.
         return match_varying(lax.ragged_all_to_all(rows, out, *how, axis_name=axis), rows)[0]
 
     dense = partial(_dense_all_to_all, axis=axis)
@@ -23,7 +28,7 @@ def ragged_all_to_all(
 
 
 def _dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis):
-    """lax.ragged_all_to_all, which XLA has not for CPUs, by gathering everything."""
+    """Does what lax.ragged_all_to_all does by gathering everything; XLA has it not for CPUs."""
     me = lax.axis_index(axis)
     every = lambda x: lax.all_gather(x, axis)
     starts, sizes, places = (every(x)[:, me] for x in (input_offsets, send_sizes, output_offsets))

@@ -1,9 +1,9 @@
-"""Rows of tokens for the experts of one device, computed some at a time."""
+"""The rows that the experts of one device compute, in turns of some rows each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,21 @@ from jax import lax
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._operands import Groups
+from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
+
+Sums = TypeVar("Sums")  # a pytree of arrays
 
 
 class Received(NamedTuple):
-    """Tokens (r, d), the weights (r, top_k) of their choices, and the rows that those make.
+    """What a device has received, and the rows that its experts make of it.
 
-    sizes: rows of each local expert. choice: of each row, numbered through (r, top_k). order:
-    (r, top_k), the row of each choice; a choice of no local expert has one behind all groups.
+    Attributes:
+      tokens: (r, d), the received tokens.
+      weights: (r, top_k), the weights of their choices.
+      sizes: (experts,), the number of rows of each local expert.
+      choice: (rows,), the choice that each row comes from, numbered through (r, top_k).
+      order: (r, top_k), the row of each choice. A choice of no local expert has a row after all
+        groups.
     """
 
     tokens: ScaledArray
@@ -29,7 +37,15 @@ class Received(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The rows of one turn: their groups, their choices and tokens, and the row of each choice."""
+    """The rows of one turn.
+
+    Attributes:
+      groups: the groups of the rows, one for each local expert.
+      choice: the choice that each row comes from, numbered through (r, top_k).
+      token: the received token that each row is a copy of.
+      order: (r, top_k), the row of each choice, counted from the first row of the turn.
+      has_row: (r, top_k), whether the choice has a row in this turn.
+    """
 
     groups: Groups
     choice: jax.Array
@@ -38,8 +54,11 @@ class Turn(NamedTuple):
     has_row: jax.Array
 
 
-def rows_of_turn(received: Received, turn: Any, num_rows: int) -> Turn:
-    """Rows turn * num_rows and on, num_rows of them; those of no expert belong to no group."""
+def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
+    """Returns the num_rows rows from row turn * num_rows on.
+
+    A row of no expert belongs to no group.
+    """
     first = turn * num_rows
     ends = jnp.clip(jnp.cumsum(received.sizes) - first, 0, num_rows)
     sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
@@ -53,16 +72,16 @@ def rows_of_turn(received: Received, turn: Any, num_rows: int) -> Turn:
 
 
 def copy_rows(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
-    """The rows of these numbers."""
+    """Returns the rows of `tokens` that have these numbers."""
     return ScaledArray(take_rows(tokens.values, rows), take_rows(tokens.scale, rows))
 
 
-def add_turns(first: Any, count: jax.Array | int, step: Callable[[jax.Array], Any]) -> Any:
-    """first + step(1) + ... + step(count - 1); an int `count` is 1."""
+def add_turns(first: Sums, count: jax.Array | int, step: Callable[[jax.Array], Sums]) -> Sums:
+    """Returns first + step(1) + ... + step(count - 1), for pytrees; an int `count` must be 1."""
     if isinstance(count, int):
         return first
 
-    def add(state):
+    def add(state: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
         turn, total = state
         return turn + 1, jax.tree.map(jnp.add, total, step(turn))
 

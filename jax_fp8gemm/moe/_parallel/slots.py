@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def assign_slots(devices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The rank of each token (t, p) among those that a device needs, and how many it needs (p,).
+class Slots(NamedTuple):
+    """The tokens of this device that each device needs.
 
-    -1 where the device does not need the token.
+    Attributes:
+      rank: (t, p) int32, the rank of each token among the tokens that a device needs; -1 if it does
+        not need the token.
+      counts: (p,) int32, the number of tokens that each device needs.
     """
+
+    rank: jax.Array
+    counts: jax.Array
+
+
+def assign_slots(devices: jax.Array, size: int) -> Slots:
+    """Returns the slots of tokens whose choices lie on these devices (t, top_k) of `size`."""
     t = devices.shape[0]
     needs = (devices[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]).any(axis=1)
     rank = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
     counts = rank[-1] if t else jnp.zeros((size,), jnp.int32)
-    return jnp.where(needs, rank - 1, -1), counts
+    return Slots(jnp.where(needs, rank - 1, -1), counts)
 
 
 def pack(
-    x: jax.Array, positions: jax.Array, has_one: jax.Array, num_rows: int, empty: Any
+    x: jax.Array, positions: jax.Array, has_one: jax.Array, num_rows: int, empty: int | None
 ) -> jax.Array:
-    """x[i] in the rows positions[i, :] (t, p) of (num_rows, ...)."""
+    """Returns an array (num_rows, ...) that has x[i] in each of the rows positions[i].
+
+    Args:
+      positions, has_one: (t, p), a row for each device, and whether the token has it.
+      empty: what fills all other rows. None: they may hold anything.
+    """
     t, p = positions.shape
-    # A place of its own, outside, for each token that has none: no two write to the same place.
+    # A token without a row writes outside, to a place of its own: no two write to the same place.
     outside = num_rows + jnp.arange(t * p, dtype=jnp.int32).reshape(t, p)
     place = jnp.where(has_one, positions, outside).reshape(-1)
     token = jnp.repeat(jnp.arange(t, dtype=jnp.int32), p)
@@ -39,6 +54,7 @@ def pack(
 
 
 def unpack(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> Sequence[jax.Array]:
+    """Undoes `pack`: for each device the rows (t, ...) of the tokens, zero where one has none."""
     shape = has_one.shape[0], *(1,) * (rows.ndim - 1)
     zero = jnp.zeros((), rows.dtype)
     return [
@@ -48,5 +64,8 @@ def unpack(rows: jax.Array, positions: jax.Array, has_one: jax.Array) -> Sequenc
 
 
 def add_parts(parts: Sequence[jax.Array]) -> jax.Array:
-    """f32 sum, one addition after another: a reduction would leave their order to XLA."""
+    """Returns the f32 sum of the parts, added one after another.
+
+    A reduction would leave the order of the additions to XLA.
+    """
     return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])

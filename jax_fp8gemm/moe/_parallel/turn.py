@@ -1,4 +1,4 @@
-"""The rows of one turn, forward and backward: the products of the experts of one device."""
+"""One turn of rows, forward and backward: what the experts of one device compute at a time."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jax_fp8gemm.moe._mlp_products import (
     row_gradient,
     weight_gradient,
 )
+from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
 
@@ -38,9 +39,9 @@ class Gradients(NamedTuple):
 
 
 def forward_turn(
-    spec: ExpertSpec, received: Received, turn: jax.Array | int, w: Experts
+    spec: ExpertSpec, received: Received, turn: TurnNumber, w: Experts
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns weighted sums (r, d) over the rows of this turn, and gate_up."""
+    """Returns the weighted sums (r, d) of the rows of each received token, and gate_up."""
     rows = rows_of_turn(received, turn, spec.rows)
     gate_up = _gate_up(spec, received, rows, w)
     out, _ = down_product(spec.products, gate_up, w, rows.groups, with_columns=False)
@@ -57,18 +58,18 @@ def backward_turn(
     spec: ExpertSpec,
     received: Received,
     douts: ScaledArray,
-    turn: jax.Array | int,
+    turn: TurnNumber,
     w: Experts,
     gate_up: jax.Array | None,
 ) -> Gradients:
-    """Returns the gradients to which the rows of this turn contribute.
+    """Returns what the rows of this turn add to the gradients.
 
-    gate_up: None where it was not kept, and is computed again.
+    gate_up: the product of the forward pass. None: it was not kept and is computed again.
     """
     products = spec.products
     rows = rows_of_turn(received, turn, spec.rows)
     if gate_up is None:
-        # NOTE: behind a barrier with the turn, or XLA would transpose before and without need.
+        # NOTE: without this barrier XLA transposes before the loop, even if no turn is left.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
         gate_up = _gate_up(spec, received, rows, w._replace(gate_up=w_gate_up.T))
     with jax.named_scope("dlhs"):

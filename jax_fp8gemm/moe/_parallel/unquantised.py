@@ -14,7 +14,7 @@ from jax import lax
 from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._options import LayerOptions
-from jax_fp8gemm.moe._parallel.exchange import Exchange, Plan
+from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange, Plan
 
 
 def unquantised_layer(options: LayerOptions, exchange: Exchange, operands: Operands) -> jax.Array:
