@@ -47,7 +47,7 @@ def route(
     top_k = as_top_k(op, top_k, logits)
     check_scoring(op, scoring)
     logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
-    _, indices = lax.top_k(lax.stop_gradient(logits), top_k)
+    _, indices = lax.top_k(_without_negative_zeros(lax.stop_gradient(logits)), top_k)
     # The transpose of a gather would be a scatter-add.
     is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]
     chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
@@ -61,6 +61,13 @@ def route(
     else:
         weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True))
     return indices, weights
+
+
+def _without_negative_zeros(x: jax.Array) -> jax.Array:
+    """Returns x (f32) with 0.0 in the place of -0.0, which equals it but is less to lax.top_k."""
+    # By bits: a comparison may take subnormal numbers for zeros.
+    is_negative_zero = lax.bitcast_convert_type(x, jnp.int32) == jnp.iinfo(jnp.int32).min
+    return jnp.where(is_negative_zero, 0.0, x)
 
 
 def as_top_k(op: str, top_k: Any, logits: Any) -> int:

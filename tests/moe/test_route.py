@@ -51,6 +51,17 @@ def test_of_equal_logits_the_first_is_chosen():
     np.testing.assert_array_equal(route(saturated, 2, scoring="sigmoid")[0], [[2, 1]])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_zeros_of_either_sign_are_equal(dtype):
+    values = np.asarray([-1, -1e-4, -0.0, 0.0, 1e-4, 1], np.float32)
+    # Subnormal f32 numbers are no zeros.
+    values = np.append(values, [-1e-40, 1e-40]) if dtype == jnp.float32 else values
+    logits = np.random.default_rng(1).choice(values, size=(M, E)).astype(np.float32)
+    expected = np.argsort(-logits, axis=1, kind="stable")
+    for run in (route, jax.jit(route, static_argnums=1)):
+        np.testing.assert_array_equal(run(jnp.asarray(logits, dtype), E)[0], expected)
+
+
 def test_sigmoids_that_underflow_keep_their_ratio():
     logits = jnp.asarray([[-200.0, -201, -300]])
     weights = lambda logits: route(logits, TOP_K, scoring="sigmoid")[1]
