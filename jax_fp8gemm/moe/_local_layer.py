@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
@@ -27,7 +28,7 @@ from jax_fp8gemm.moe._mlp_specs import (
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import Groups, Operands, without_gradients
+from jax_fp8gemm.moe._operands import Operands, without_gradients
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._permute import permute, unpermute
 

@@ -33,14 +33,14 @@ from jax_fp8gemm.moe._mlp_specs import (
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import Groups, Weights, without_gradients
+from jax_fp8gemm.moe._operands import Weights, without_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _OP = "moe_mlp"
 # The columns of x, what the products keep, the weights, and the groups.
-_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, Groups]
+_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, _groups.Groups]
 
 
 @naming_devices
@@ -93,7 +93,7 @@ def moe_mlp(
     w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
     operands = (x, w_gate_up, w_down)
     x, w_gate_up, w_down = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
-    groups = Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
+    groups = _groups.Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
     operands = match_varying(x, w_gate_up, w_down, groups)
     if not recipe.is_fused:
         return _unfused_mlp(recipe, implementation, *operands)
@@ -118,7 +118,7 @@ def _unfused_mlp(
     x: jax.Array,
     w_gate_up: Weights,
     w_down: Weights,
-    groups: Groups,
+    groups: _groups.Groups,
 ) -> jax.Array:
     """Computes moe_mlp by two calls of ragged_dot, which stores activations unquantised."""
     if not recipe.is_fp8:
@@ -141,7 +141,7 @@ def _unfused_mlp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(
-    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: _groups.Groups
 ) -> jax.Array:
     rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
     w = products.transposed_weights(specs, w_gate_up, w_down)
@@ -149,7 +149,7 @@ def _mlp(
 
 
 def _mlp_fwd(
-    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: Groups
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights, groups: _groups.Groups
 ) -> tuple[jax.Array, _Kept]:
     kept, w = products.weights_both_ways(specs, w_gate_up, w_down)
     rows, x_columns = _rows_and_columns(specs.into, specs.into.recipe.fwd, x, groups)
@@ -168,7 +168,7 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 def _rows_and_columns(
-    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: Groups
+    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: _groups.Groups
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises x along its last dimension, and along the tokens of each group if needed.
 

@@ -27,13 +27,14 @@ from typing import NamedTuple
 
 import jax
 
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm.moe._mlp_specs import Specs
-from jax_fp8gemm.moe._operands import Groups, Weights
+from jax_fp8gemm.moe._operands import Weights
 
 
 class Experts(NamedTuple):

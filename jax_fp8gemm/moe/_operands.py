@@ -1,11 +1,10 @@
-"""Operands: the arrays of a mixture-of-experts layer, and the groups of their rows."""
+"""Operands: the arrays of a mixture-of-experts layer."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.weights import without_gradient
@@ -14,23 +13,6 @@ from jax_fp8gemm._ops.weights import without_gradient
 Weights: TypeAlias = jax.Array | ScaledArray
 # Logits (m, num_experts), or the indices and the weights of choices made elsewhere.
 Router: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
-
-
-class Groups(NamedTuple):
-    """The groups of rows that are sorted by expert.
-
-    Attributes:
-      sizes: (g,) int32, the number of rows of each expert.
-      first_row: (1,) int32, the row at which the first group starts.
-    """
-
-    sizes: jax.Array
-    first_row: jax.Array
-
-    @classmethod
-    def of_sizes(cls, sizes: jax.Array) -> Groups:
-        """Returns groups of these sizes, the first of which starts at row 0."""
-        return cls(sizes, jnp.zeros((1,), jnp.int32))
 
 
 class Inputs(NamedTuple):

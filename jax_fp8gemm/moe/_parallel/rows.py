@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._choices import take_rows
-from jax_fp8gemm.moe._operands import Groups
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 
 Sums = TypeVar("Sums")  # a pytree of arrays
