@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ragged_cases
 import second_stream
+from assertions import assert_all_same_bits
 from gpu_cases import E4M3, E5M2, assert_same, bits
 
 import jax_fp8gemm as jf
@@ -69,7 +70,7 @@ def test_more_groups_than_a_warp_has_lanes(g):
         )
     )(*operands)
     expected = [np.float32(x) for x in ragged_cases.truth(*operands, pow2=True)]
-    ragged_cases.assert_all_same_bits(found, expected)
+    assert_all_same_bits(found, expected)
 
 
 @sizes_cases
