@@ -68,11 +68,11 @@ def test_a_stamp_keeps_that_there_were_changes(checkout):
 
 
 def test_kept_results_need_a_clean_commit(monkeypatch, capsys):
-    from benchmarks import cli
+    from benchmarks import options
 
-    monkeypatch.setattr(cli, "source_commit", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(options, "source_commit", lambda: {"commit": "abc", "dirty": True})
     with pytest.raises(SystemExit):
-        benchmarks.main(["dense", "--save", str(provenance.ROOT / cli.RESULTS)])
+        benchmarks.main(["dense", "--save", str(provenance.ROOT / options.RESULTS)])
     assert "--save needs the sources of one commit, without changes" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import benchmarks
-from benchmarks import cli, suite, warm_deepgemm
+from benchmarks import options, suite, warm_deepgemm
 from benchmarks.suite_steps import PIECES, Step, smoke_piece
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
@@ -24,15 +24,15 @@ def test_steps_are_command_lines_that_fit(piece):
                 family, shapes = warm_deepgemm._table(table)
                 assert shapes, table
             continue
-        arguments = cli._parser().parse_args(step.command("folder"))
+        arguments = options.make_parser().parse_args(step.command("folder"))
         assert arguments.save == "folder"
-        cli._check(arguments)
-        assert cli._shapes(arguments) or arguments.family in ("matmul", "moe", "step", "host")
+        options.check(arguments)
+        assert options.shapes_of(arguments) or arguments.family in ("matmul", "moe", "step", "host")
 
 
 def test_results_of_a_suite_have_names_of_their_own():
     commands = [step.command("f") for steps in PIECES.values() for step in steps if step.is_saved]
-    tables = [cli._table(cli._parser().parse_args(command)) for command in commands]
+    tables = [options.table_name(options.make_parser().parse_args(command)) for command in commands]
     assert len(set(tables)) == len(tables)
 
 
