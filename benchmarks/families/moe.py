@@ -63,7 +63,7 @@ def moe_case(experts: Experts) -> Case:
             "lax_ragged_dot": lambda: call(lax, _LAX_REPEAT),
             "lax_ragged_dot_cudnn": lambda: call(lax, _LAX_REPEAT, with_cudnn=True),
             "tokamax": lambda: fastest(
-                lambda product: call(bf16_layer(product)), "ragged_dot", out_bytes=2
+                lambda product: call(bf16_layer(product)), "ragged_dot", out_bytes=2, max_configs=3
             ),
         },
     )

@@ -88,7 +88,10 @@ def step_case(block: Block) -> Case:
                 jnp.matmul, bf16_layer(jax.lax.ragged_dot), max_repeat=_LAX_REPEAT
             ),
             "tokamax": lambda: fastest(
-                lambda product: call(jnp.matmul, bf16_layer(product)), "ragged_dot", out_bytes=2
+                lambda product: call(jnp.matmul, bf16_layer(product)),
+                "ragged_dot",
+                out_bytes=2,
+                max_configs=3,
             ),
         }
     return Case(

@@ -16,12 +16,14 @@ from benchmarks.peers.tokamax import Product, fastest
 from benchmarks.peers.torch_dense import cublaslt_tensorwise
 from benchmarks.peers.torch_grouped import torch_ragged, torch_ragged_wgrad
 from benchmarks.problem import GroupedShape, Shape
+from benchmarks.provenance import loaded_libraries
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call
 
 # Of XLA:GPU, which says nothing where its cuDNN is too old for them.
 _CUDNN: dict[str, str | bool] = {"xla_gpu_experimental_use_ragged_dot_fusion": True}
 _CUDNN_TEXT = "__cudnn$"
+_CUDNN_VERSION = 92200  # 9.22
 # lhs (tokens, m), rhs (tokens, n) -> (groups, m, n)
 _RAGGED_CONTRACTION = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -93,10 +95,19 @@ def _jax_ragged(
 
 def compiled(run: jax.stages.Wrapped, operands: tuple, with_cudnn: bool) -> jax.stages.Compiled:
     """The program, by cuDNN's grouped kernels if asked. Raises: AbsentError where it has none."""
+    if with_cudnn:
+        _check_cudnn()
     program = run.lower(*operands).compile(compiler_options=_CUDNN if with_cudnn else None)
     if with_cudnn and _CUDNN_TEXT not in (program.as_text() or ""):
         raise AbsentError("XLA took no kernel of cuDNN: it needs cuDNN 9.22 or newer")
     return program
+
+
+def _check_cudnn() -> None:
+    """Raises: AbsentError if an older cuDNN is loaded, before XLA compiles without it."""
+    version = loaded_libraries().get("cudnn")
+    if version is not None and int(version) < _CUDNN_VERSION:
+        raise AbsentError(f"cuDNN must be {_CUDNN_VERSION} or newer; {version} is loaded")
 
 
 def _jax_wgrad(

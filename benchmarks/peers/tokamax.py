@@ -6,6 +6,7 @@ configs by a profiler. So a few configs of its search space are timed here, and 
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,11 +29,17 @@ def tokamax_product(name: str = "ragged_dot") -> Product:
     return functools.partial(getattr(tokamax, name), implementation="mosaic")
 
 
-def fastest(build: Callable[[Product], Call], name: str, out_bytes: int) -> Call:
-    """The fastest of the calls that `build` makes of tokamax's product by several configs."""
+def fastest(
+    build: Callable[[Product], Call], name: str, out_bytes: int, max_configs: int | None = None
+) -> Call:
+    """The fastest of the calls that `build` makes of tokamax's product by several configs.
+
+    max_configs: beside tokamax's own choice, for calls that take long to compile.
+    """
     times: list[tuple[float, int, Call]] = []
     errors: list[str] = []
-    for i, product in enumerate([tokamax_product(name), *_configured(name, out_bytes)]):
+    configured = itertools.islice(_configured(name, out_bytes), max_configs)
+    for i, product in enumerate([tokamax_product(name), *configured]):
         try:
             call = build(product)
             times.append((measure(call, sample_flushed, num_calls=3).us, i, call))

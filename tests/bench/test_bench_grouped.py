@@ -11,12 +11,15 @@ import benchmarks
 from benchmarks import cli, data, problem, run
 from benchmarks.case import GEMM_KERNEL, tile_text
 from benchmarks.families import grouped, grouped_problem
+from benchmarks.peers import AbsentError, tokamax
+from benchmarks.peers import grouped as grouped_peers
 from benchmarks.peers.deepgemm import padded_groups
 from benchmarks.peers.grouped import wgrad_peers
 from benchmarks.problem import GroupedShape, Shape
 from benchmarks.shapes import row_shapes
 from benchmarks.summary import summarise
 from benchmarks.tiles import with_tiles
+from benchmarks.timing import queues, rounds, timer
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import tile_config
 
@@ -133,6 +136,32 @@ def test_the_weight_gradients_of_lax_are_those_of_the_groups(accumulate):
     for i, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         expected = (1 + accumulate) * lhs[begin:end].T @ rhs[begin:end]
         np.testing.assert_allclose(out[i], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_old_cudnn_is_said_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(grouped_peers, "loaded_libraries", lambda: {"cudnn": "91900"})
+    peers = grouped_peers.ragged_peers(TINY, np.array([128, 0, 256], np.int32))
+    with pytest.raises(AbsentError, match="cuDNN must be 92200 or newer; 91900 is loaded"):
+        peers["lax_ragged_dot_cudnn"]()
+
+
+def test_tokamax_runs_by_the_config_that_is_fastest(monkeypatch):
+    times = iter([5.0, 3.0, 4.0])
+    timing = lambda call, sampler, num_calls: rounds.Timing(next(times), (0.0, 0.0))
+    monkeypatch.setattr(tokamax, "measure", timing)
+    monkeypatch.setattr(tokamax, "tokamax_product", lambda name: "own")
+    monkeypatch.setattr(tokamax, "_configured", lambda name, out_bytes: iter("abcd"))
+
+    def build(product):
+        if product == "c":
+            raise ValueError("does not fit")
+        return timer.Call(lambda: product, queues.jax_queue())
+
+    assert tokamax.fastest(build, "ragged_dot", 2, max_configs=2).run() == "a"
+    times = iter([5.0, 3.0, 4.0, 1.0])
+    assert tokamax.fastest(build, "ragged_dot", 2).run() == "d"
+    with pytest.raises(AbsentError, match="no config ran: ZeroDivisionError"):
+        tokamax.fastest(lambda product: 1 / 0, "ragged_dot", 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
