@@ -73,9 +73,10 @@ def mean_ratio(rows: Iterable[Row], peer: str, of: Ratio = ratio) -> float | Non
     return geometric_mean(r for row in rows if (r := of(row, peer)) is not None)
 
 
-def find(document: Document, **labels: Any) -> Row:
-    """The first row with these labels. Raises: KeyError."""
-    for row in document["rows"]:
+def find(table: str, **labels: Any) -> Row | None:
+    """The first row of a file with these labels, if there is one."""
+    document = load(table)
+    for row in document["rows"] if document else ():
         if all(row.get(key) == value for key, value in labels.items()):
             return row
-    raise KeyError(f"results must have a row of {labels}; got none")
+    return None

@@ -61,6 +61,14 @@ def test_lost_rows_are_counted(folder):
     assert readme.means_text() == "- dense: 0.90x; 0.64x with every kernel of both calls"
 
 
+def test_readme_has_the_rows_that_there_are(folder):
+    assert len(readme.readme_table().splitlines()) == 2
+    write(folder, "dense", [ROW | dict(m=4096, n=4096, k=7168)])
+    line = readme.readme_table().splitlines()[2]
+    ours = "| product 4096 x 4096 x 7168 | 10.0 us, 400 TFLOPS"
+    assert line == f"{ours} | 9.0 us (0.90x) | - | - |"
+
+
 def test_files_say_where_they_are_from(folder):
     assert "| `dense.json` | 2026-11-23 | abc with changes | 4000 | 5 | 0.11.2 |" in (
         tables.files_table()
