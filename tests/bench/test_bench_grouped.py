@@ -1,4 +1,4 @@
-"""The benchmark of grouped products: what is drawn, counted, run and estimated."""
+"""The benchmark of grouped products: what is drawn, counted and run."""
 
 import json
 import sys
