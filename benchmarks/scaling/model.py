@@ -19,8 +19,8 @@ Number = int | float
 class Rates:
     """What an H200 does: measured in one host (benchmarks/results) where not marked as assumed.
 
-    The time of grouped MLPs is a line through the two DeepSeek-V3 rows of moe.json: 8 experts of
-    4096 rows and 32 of 512.
+    The time of grouped MLPs is a line through the two DeepSeek-V3 layers of `bench moe`, 8 experts
+    of 4096 rows and 32 of 512, as they ran on 2026-11-23 at df33a7d.
     """
 
     dense_tflops: Number = 1028.0  # a SwiGLU MLP with all quantisation
