@@ -24,6 +24,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
@@ -49,7 +50,7 @@ _MAX_BATCH = 65535
 
 @jax.named_scope("fp8gemm_quantize")
 def quantize_in_mode(
-    x: jax.Array, mode: str, **args: Unpack[QuantizeArgs]
+    x: ArrayLike, mode: str, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ...]:
     """Quantises x (..., m, k) without checks. Mode "row_column" has two results, others one."""
     results = quantize_p(jnp.asarray(x), **bind_args(mode, args))
@@ -59,13 +60,13 @@ def quantize_in_mode(
     return (ScaledArray(values, scale, next(iter(transposed), None), (_BLOCK, _BLOCK)),)
 
 
-def rows_and_columns(x: jax.Array, **args: Unpack[QuantizeArgs]) -> tuple[ScaledArray, ScaledArray]:
+def rows_and_columns(x: ArrayLike, **args: Unpack[QuantizeArgs]) -> tuple[ScaledArray, ScaledArray]:
     """Quantises x (..., m, k) along k, (..., m, k), and along m, (k, ..., m), in one read."""
     rows, columns = quantize_in_mode(x, "row_column", **args)
     return rows, columns
 
 
-def quantize_transposed(x: jax.Array, **args: Unpack[QuantizeArgs]) -> ScaledArray:
+def quantize_transposed(x: ArrayLike, **args: Unpack[QuantizeArgs]) -> ScaledArray:
     """Returns quantize(x, block=(128, 128)).T, and does not store the untransposed values."""
     return quantize_in_mode(x, "block_transposed", **args)[0]
 
