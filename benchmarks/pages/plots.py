@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args(argv)
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
 
         matplotlib.use("svg")
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def _figures(documents: Mapping[str, Document]) -> dict[str, Any]:
 
 def _bars(name: str, document: Document) -> Any:
     """Of every row: the share of the speed that memory or tensor cores allow, ours and peers'."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     rows = document["rows"]
     peers = ["", *(peer for peer in peers_of(rows) if peer in _NAMES)]
@@ -89,7 +89,7 @@ def _tflops(row: Row, peer: str) -> float | None:
 
 def _curve(document: Document, label: str) -> Any:
     """Times over one label, on two logarithmic axes."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     rows = [row for row in document["rows"] if not row.get("empty")]
     figure = Figure(figsize=(6.0, 3.6))
@@ -106,7 +106,7 @@ def _curve(document: Document, label: str) -> Any:
 
 def _roofline(documents: Mapping[str, Document]) -> Any:
     """TFLOPS over FLOP a byte, ours and DeepGEMM's, under the two ceilings."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(6.0, 4.0))
     axes = figure.add_subplot()
