@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     is_mesh = arguments.family in MESH
     if is_mesh:
-        # In one piece, of which the bf16 layer of expert-parallel needs 110 GB.
+        # JAX takes its memory at once. The bf16 layer of expert-parallel needs 110 GB of it.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     else:
         # torch's peers share the card: JAX must not take three quarters of its memory first.
