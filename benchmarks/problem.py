@@ -12,6 +12,7 @@ FP8_TFLOPS = 1979  # of that data sheet
 # What --shape looks like; E is the expected m, or k, of one group.
 _FORMS = {
     "quantize": "MxK",
+    "activation": "MxK",
     "ragged": "GxExNxK",
     "masked": "GxExNxK",
     "ragged_wgrad": "GxMxNxE",
@@ -20,7 +21,7 @@ _FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """(m, k) x (n, k) -> (m, n); n is None for `quantize`, whose input is (m, k)."""
+    """(m, k) x (n, k) -> (m, n); n is None for `quantize` and `activation`: (m, k)."""
 
     m: int
     n: int | None
@@ -106,6 +107,17 @@ def quantize_work(shape: Shape, num_results: int, scales: Sequence[int]) -> Work
     """bf16 in; `num_results` FP8 arrays of the input's size and `scales` f32 scale counts out."""
     elems = shape.m * shape.k
     return Work(0, 2 * elems + num_results * elems + 4 * sum(scales))
+
+
+def gated_work(shape: Shape, is_grad: bool) -> Work:
+    """bf16 gate and up of `shape` in; FP8 rows and columns of h and their scales out.
+
+    is_grad: dh in too, and rows and columns of dgate and dup out.
+    """
+    m, f = shape.m, shape.k
+    width = 2 * f if is_grad else f
+    scales = m * _ceil_div(width, 128) + width * _ceil_div(m, 128)
+    return Work(0, 2 * m * f * (3 if is_grad else 2) + 2 * m * width + 4 * scales)
 
 
 def _ceil_div(a: int, b: int) -> int:

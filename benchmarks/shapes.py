@@ -24,6 +24,8 @@ _DENSE_SUSTAINED = (
 )
 _WGRAD = ((2112, 7168, 4096), (7168, 2048, 4096), (4096, 7168, 4096), (7168, 16384, 4096))
 _QUANTIZE = ((4096, 7168), (8192, 4096), (8192, 7168), (8192, 14336), (32768, 7168))
+# Rows and f of DeepSeek-V3, Qwen3-235B and Mixtral.
+_ACTIVATION = ((16384, 2048), (32768, 1536), (16384, 14336))
 # (groups, m, n, k), where m, or k for ragged_wgrad, is what one group is expected to have.
 _GROUPED = {
     "ragged": (
@@ -97,6 +99,8 @@ def _default_shapes(family: str, sustained: bool) -> Sequence[Shape]:
         return [grouped_shape(*dims) for dims in _GROUPED[family]]
     if family == "quantize":
         return [Shape(m, None, k) for m, k in _QUANTIZE]
+    if family == "activation":
+        return [Shape(m, None, f) for m, f in _ACTIVATION]
     if family == "wgrad":
         return [Shape(*shape) for shape in _WGRAD]
     return [Shape(*shape) for shape in (_DENSE_SUSTAINED if sustained else _DENSE)]

@@ -15,7 +15,7 @@ from fake_clock import DEVICE, fake_rounds, fake_sampler
 import benchmarks
 from benchmarks import cli, problem, report, run
 from benchmarks.case import tile_text
-from benchmarks.families import host, mlp, products
+from benchmarks.families import activation, host, mlp, products
 from benchmarks.footer import footer
 from benchmarks.problem import Shape, Work
 from benchmarks.shapes import draw_shapes, row_shapes
@@ -139,6 +139,19 @@ def test_summary_has_means_and_the_worst_row():
         "worst 0.500x at 1024x1x1"
     )
     assert lines[1].startswith("m <= 512: 1.500x peer")
+
+
+def test_activations_run_beside_silu():
+    forward, gradient = activation.activation_cases([Shape(256, None, 384)])[::5]
+    assert [case.labels["pass"] for case in (forward, gradient)] == ["fwd", "bwd"]
+    scales = lambda width: 4 * (256 * width // 128 + width * 2)
+    assert forward.work.num_bytes == 256 * 384 * (2 * 2 + 2) + scales(384)
+    assert gradient.work.num_bytes == 256 * 384 * (3 * 2 + 4) + scales(768)
+    for case, width in ((forward, 384), (gradient, 768)):
+        assert list(case.peers) == ["silu"]
+        for build in (case.build, *case.peers.values()):
+            rows, columns = build().run()
+            assert rows.shape == (256, width) and columns.shape == (width, 256)
 
 
 @pytest.mark.parametrize("family", ["dense", "wgrad", "quantize"])
