@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.case import Case
 from benchmarks.families import expert_parallel, fsdp, mlp, moe, step
+from benchmarks.families.activation import activation_cases
 from benchmarks.families.grouped import grouped_cases
 from benchmarks.families.products import cases
 from benchmarks.problem import GroupedShape, Shape
@@ -12,7 +13,7 @@ GROUPED = ("ragged", "masked", "ragged-wgrad")
 TILED = ("dense", "wgrad", *GROUPED)
 LAYERS_OF_KERNELS = ("matmul", "moe", "step")  # many kernels a call, all of which count
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
-FAMILIES = (*TILED, "quantize", *LAYERS_OF_KERNELS, *MESH, "host")
+FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
 
 
 def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
@@ -27,6 +28,8 @@ def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":
         return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3)
+    if family == "activation":
+        return activation_cases(shapes)
     name = family.replace("-", "_")
     if family in GROUPED:
         return grouped_cases(name, [s for s in shapes if isinstance(s, GroupedShape)])

@@ -11,6 +11,46 @@ constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quan
                                 "gather_quantize", "weighted_gather_quantize"};
 constexpr const char* kModes[] = {"row",   "column",           "row_column",
                                   "block", "block_transposed", "block_both"};
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};
+
+bool IsSwiglu(const QuantizeConfig& config) {
+  return config.source == kSwiglu || config.source == kSwigluGrad;
+}
+
+// InvalidArgument unless the activation is one, of a source that has it, with its constants.
+ffi::Error CheckActivation(const QuantizeConfig& config) {
+  const int32_t activation = config.activation;
+  if (activation < kSilu || activation > kClampedSwiglu ||
+      (activation != kSilu && !IsSwiglu(config))) {
+    return InvalidArgument(QuantizeOp(config), ": activation must be 0..4, and 0 for a source ",
+                           "other than 1 and 2; got activation ", activation, ", source ",
+                           config.source);
+  }
+  constexpr int32_t kMagnitude = 0x7fffffff, kInf = 0x7f800000;
+  const auto is_finite = [](int32_t bits) { return (bits & kMagnitude) < kInf; };
+  const bool has_constants = config.limit != 0 || config.alpha != 0 || config.up_offset != 0;
+  const bool are_constants = config.limit > 0 && is_finite(config.limit) &&
+                             is_finite(config.alpha) && is_finite(config.up_offset);
+  if (activation == kClampedSwiglu ? !are_constants : has_constants) {
+    return InvalidArgument(QuantizeOp(config), ": limit, alpha and up_offset must be bits of ",
+                           "finite f32, limit above 0, with activation 4, and 0 without; got ",
+                           "activation ", activation, ", limit ", config.limit, ", alpha ",
+                           config.alpha, ", up_offset ", config.up_offset);
+  }
+  return ffi::Error::Success();
+}
+
+// The bits of a constant of the activation, as names and sources of kernels have them.
+uint32_t Bits(int32_t constant) { return static_cast<uint32_t>(constant); }
+
+// What the name of a kernel says of its activation.
+std::string ActivationName(const QuantizeConfig& config) {
+  if (config.activation == kSilu) return "";
+  const std::string name = StrCat(kActivations[config.activation], "_");
+  if (config.activation != kClampedSwiglu) return name;
+  return StrCat(name, Bits(config.limit), "_", Bits(config.alpha), "_", Bits(config.up_offset),
+                "_");
+}
 
 }  // namespace
 
@@ -43,20 +83,19 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
     return InvalidArgument(op, ": mode must be row, or column or row_column with ragged; got mode ",
                            kModes[config.mode], ", ragged ", config.ragged);
   }
-  return ffi::Error::Success();
+  return CheckActivation(config);
 }
 
 std::string KernelName(const QuantizeConfig& config) {
-  return StrCat(QuantizeOp(config), "_", config.ragged ? "ragged_" : "", kModes[config.mode], "_",
-                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
-                config.pow2_scale ? "_pow2" : "");
+  return StrCat(QuantizeOp(config), "_", ActivationName(config), config.ragged ? "ragged_" : "",
+                kModes[config.mode], "_", ShortType(kQuantizeInputs[config.input]),
+                config.e5m2 ? "_e5m2" : "_e4m3", config.pow2_scale ? "_pow2" : "");
 }
 
 int64_t NumWarps(const QuantizeConfig& config) { return config.mode == kRow ? 4 : 8; }
 
 int64_t DynamicSmemBytes(const QuantizeConfig& config) {
-  const bool is_swiglu = config.source == kSwiglu || config.source == kSwigluGrad;
-  if (!is_swiglu || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
+  if (!IsSwiglu(config) || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
   const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
   return 32 * NumWarps(config) * 8 * num_inputs * 16;
 }
@@ -71,6 +110,10 @@ KernelSource MakeKernelSource(const QuantizeConfig& config) {
                        ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
                        ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
                        ";\n  static constexpr int kSource = ", config.source,
+                       ";\n  static constexpr int kActivation = ", config.activation,
+                       ";\n  static constexpr unsigned kLimit = ", Bits(config.limit),
+                       ";\n  static constexpr unsigned kAlpha = ", Bits(config.alpha),
+                       ";\n  static constexpr unsigned kUpOffset = ", Bits(config.up_offset),
                        ";\n};\n#include \"quantize/quantize.cuh\"\n")};
 }
 

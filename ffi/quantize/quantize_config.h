@@ -20,19 +20,30 @@ struct QuantizeConfig {
   int32_t pow2_scale;  // scales are rounded up to powers of two
   int32_t ragged;      // column and row_column: every group of rows starts at a block of columns
   int32_t source;      // what is quantised: a QuantizeSource
+  int32_t activation;  // of SwiGLU and its gradient: a QuantizeActivation
+  // Of kClampedSwiglu: the constants of swiglu.cuh, as bits of f32. Otherwise 0.
+  int32_t limit, alpha, up_offset;
 };
 
 template <>
 struct ConfigFields<QuantizeConfig> {
   static constexpr ConfigField<QuantizeConfig> kAll[] = {
-      {"e5m2", &QuantizeConfig::e5m2},     {"input", &QuantizeConfig::input},
-      {"mode", &QuantizeConfig::mode},     {"pow2_scale", &QuantizeConfig::pow2_scale},
-      {"ragged", &QuantizeConfig::ragged}, {"source", &QuantizeConfig::source},
+      {"activation", &QuantizeConfig::activation},
+      {"alpha", &QuantizeConfig::alpha},
+      {"e5m2", &QuantizeConfig::e5m2},
+      {"input", &QuantizeConfig::input},
+      {"limit", &QuantizeConfig::limit},
+      {"mode", &QuantizeConfig::mode},
+      {"pow2_scale", &QuantizeConfig::pow2_scale},
+      {"ragged", &QuantizeConfig::ragged},
+      {"source", &QuantizeConfig::source},
+      {"up_offset", &QuantizeConfig::up_offset},
   };
 };
 
 enum QuantizeMode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
 enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
+enum QuantizeActivation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };
 
 // FP8 is gathered only.
 constexpr ffi::DataType kQuantizeInputs[] = {ffi::DataType::BF16, ffi::DataType::F16,

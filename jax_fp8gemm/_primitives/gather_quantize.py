@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
-from jax_fp8gemm._data.scaled_array import ScaledArray, spread_scale
+from jax_fp8gemm._data.dequantize import spread_scale
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
@@ -59,7 +60,7 @@ def gather_quantize(
     Returns:
       one ScaledArray, or two in mode "row_column".
     """
-    arrays = (x.values, x.scale) if isinstance(x, ScaledArray) else (x,)
+    arrays = values_and_scale(x) if isinstance(x, ScaledArray) else (x,)
     results = gather_quantize_p(
         *arrays,
         rows,
@@ -116,7 +117,8 @@ def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
     if rows.size == 0:
         y = jnp.zeros((0, x.shape[1]), jnp.float32)
     elif scale:
-        y = take(x).astype(jnp.float32) * spread_scale(ScaledArray(take(x), take(scale[0])))
+        values = take(x)
+        y = values.astype(jnp.float32) * spread_scale(take(scale[0]), values.shape, (1, 128))
     else:
         y = take(x).astype(jnp.float32)
     if weights:

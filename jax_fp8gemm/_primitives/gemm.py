@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import extension
@@ -63,7 +63,7 @@ def gemm(
     Returns:
       (..., n) array of out_dtype.
     """
-    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale]
+    operands = [*values_and_scale(lhs), *values_and_scale(rhs)]
     operands += [] if accum is None else [accum]
     params: dict[str, Any] = dict(
         num_k_dims=rhs.ndim - 1,

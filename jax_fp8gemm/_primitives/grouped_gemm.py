@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import reference
 from jax_fp8gemm._runtime import extension
@@ -59,7 +59,7 @@ def grouped_gemm(
       (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are zero.
     """
     sizes = groups.as_int32(group_sizes)
-    operands = (lhs.values, lhs.scale, rhs.values, rhs.scale, sizes, first_row)
+    operands = (*values_and_scale(lhs), *values_and_scale(rhs), sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
     params = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
     out_specs = None if out_spec is None else [out_spec]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import block_product
 from jax_fp8gemm._runtime import extension
@@ -52,7 +52,7 @@ def grouped_wgrad(
     Returns:
       (g, m, n) array of out_dtype; zero, or accum, for an empty group.
     """
-    operands = [lhs.values, lhs.scale, rhs.values, rhs.scale, groups.as_int32(group_sizes)]
+    operands = [*values_and_scale(lhs), *values_and_scale(rhs), groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     operands = [jnp.asarray(x) for x in operands]
     params = dict(out_dtype=jnp.dtype(out_dtype))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
@@ -116,6 +117,7 @@ def call_kernel(
     e5m2: bool,
     pow2_scale: bool,
     num_scales: int = 0,
+    activation: Activation = "silu",
 ) -> list[jax.Array]:
     """Calls a kernel that computes y (m, k) from the arrays and quantises it.
 
@@ -127,6 +129,7 @@ def call_kernel(
       groups: group_sizes and first_row. Mode "row" does not read them.
       results: the types of the results.
       mode: "row", along k; "column", along the tokens of each group; "row_column", both.
+      activation: that of the sources "swiglu" and "swiglu_grad".
     """
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernels read them along rows.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
@@ -140,6 +143,7 @@ def call_kernel(
         pow2_scale=pow2_scale,
         is_ragged=is_ragged,
         source=source,
+        activation=activation,
     )
     call = jax.ffi.ffi_call(
         target,

@@ -8,7 +8,8 @@ For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m
     dgate = (dh * up) * (sigma + silu * (1 - sigma))
     dup   = dh * silu
 
-h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
+In spite of their names they take every gated activation: gated.py has the others in the place of
+silu. h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
 (quantize_ragged.py). They are never stored unquantised.
 
 The last bits of the f32 values depend on the implementation: on its exp, and on where it fuses
@@ -26,8 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import checks, groups
+from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.gated import gated, gated_grad
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
     bind_args,
@@ -49,16 +52,18 @@ def swiglu_quantize(
     group_sizes: jax.Array,
     first_row: jax.Array,
     *,
+    activation: Activation = "silu",
     with_columns: bool,
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises h, computed from gate_up (m, 2 f).
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
-    None. The other arguments are those of rows_and_ragged_columns.
+    None. activation says what h is. The other arguments are those of rows_and_ragged_columns.
     """
     operands = gate_up, group_sizes, first_row
-    return _rows_and_columns(swiglu_quantize_p, operands, with_columns, args)
+    bind = partial(swiglu_quantize_p, activation=activation)
+    return _rows_and_columns(bind, operands, with_columns, args)
 
 
 @jax.named_scope("fp8gemm_swiglu_grad_quantize")
@@ -68,6 +73,7 @@ def swiglu_grad_quantize(
     group_sizes: jax.Array,
     first_row: jax.Array,
     *,
+    activation: Activation = "silu",
     with_columns: bool,
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
@@ -76,7 +82,8 @@ def swiglu_grad_quantize(
     Returns rows (m, 2 f) and columns (2 f, t), as swiglu_quantize does.
     """
     operands = gate_up, dh, group_sizes, first_row
-    return _rows_and_columns(swiglu_grad_quantize_p, operands, with_columns, args)
+    bind = partial(swiglu_grad_quantize_p, activation=activation)
+    return _rows_and_columns(bind, operands, with_columns, args)
 
 
 def _rows_and_columns(
@@ -90,7 +97,9 @@ def _rows_and_columns(
     return rows, columns[0] if columns else None
 
 
-def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
+def _shape_rule(
+    op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool, activation: Activation
+):
     """The operands are gate_up, for the gradient dh, group_sizes and first_row."""
     gate_up, *dh, group_sizes, _ = operands
     checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
@@ -107,35 +116,16 @@ def _shape_rule(op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool):
     return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Returns h, f32 (m, f), in plain JAX."""
-    gate, up = _halves(gate_up)
-    return gate * jax.nn.sigmoid(gate) * up
-
-
-def _swiglu_grad(gate_up: jax.Array, dh: jax.Array) -> jax.Array:
-    gate, up = _halves(gate_up)
-    dh = dh.astype(jnp.float32)
-    sigma = jax.nn.sigmoid(gate)
-    silu = gate * sigma
-    dgate = dh * up * (sigma + silu * (1 - sigma))
-    return jnp.concatenate([dgate, dh * silu], axis=1)
-
-
-def _halves(gate_up: jax.Array) -> Sequence[jax.Array]:
-    return jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
-
-
-def _reference(activation: Callable[..., jax.Array], *operands, **params):
+def _reference(function: Callable[..., jax.Array], *operands, activation: Activation, **params):
     *arrays, group_sizes, first_row = operands
-    return reference(activation(*arrays), group_sizes, first_row, **params)
+    return reference(function(*arrays, activation), group_sizes, first_row, **params)
 
 
-def _ffi_call(target: str, source: str, activation: Callable[..., jax.Array], *operands, **params):
+def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *operands, **params):
     *arrays, group_sizes, first_row = operands
     results = _shape_rule(target, *operands, **params)
     if arrays[0].size == 0:
-        return _reference(activation, *operands, **params)
+        return _reference(function, *operands, **params)
     return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
 
 
@@ -175,8 +165,8 @@ def _run_shard(run, *operands, shards: Shards, mode: str, **params):
 swiglu_quantize_p = define_primitive(
     extension.SWIGLU_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
-    reference=partial(_reference, swiglu),
-    ffi_call=partial(_ffi_call, extension.SWIGLU_QUANTIZE_TARGET, "swiglu", swiglu),
+    reference=partial(_reference, gated),
+    ffi_call=partial(_ffi_call, extension.SWIGLU_QUANTIZE_TARGET, "swiglu", gated),
     dce_rule=keep_used_axes,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
@@ -185,8 +175,8 @@ swiglu_quantize_p = define_primitive(
 swiglu_grad_quantize_p = define_primitive(
     extension.SWIGLU_GRAD_QUANTIZE_TARGET,
     shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
-    reference=partial(_reference, _swiglu_grad),
-    ffi_call=partial(_ffi_call, extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", _swiglu_grad),
+    reference=partial(_reference, gated_grad),
+    ffi_call=partial(_ffi_call, extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", gated_grad),
     dce_rule=keep_used_axes,
     partition_rule=_partition_rule,
     run_shard=_run_shard,

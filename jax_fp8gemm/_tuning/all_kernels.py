@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 
 from jax_fp8gemm._tuning import tile_config
 
-_OUTS = {"bf16": (False, False), "f32": (True, False), "accumulate": (True, True)}
+_OUTS = {
+    "bf16": dict(out_f32=False, accumulate=False),
+    "f32": dict(out_f32=True, accumulate=False),
+    "accumulate": dict(out_f32=True, accumulate=True),
+}
 # grouping, is_1d1d, results
 _GEMM_FAMILIES = (
     (0, False, tuple(_OUTS)),
@@ -32,20 +37,10 @@ def gemm_kernels(
     """
     for grouping, is_1d1d, outs in _GEMM_FAMILIES:
         configs = tile_config.configs(grouping, is_1d1d=is_1d1d, with_clusters=with_clusters)
+        kind = dict(is_1d1d=is_1d1d, grouping=grouping, num_sms=num_sms)
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
-            out_f32, accumulate = _OUTS[out]
-            yield from (
-                config.attributes(
-                    is_1d1d=is_1d1d,
-                    out_f32=out_f32,
-                    accumulate=accumulate,
-                    lhs_e5m2=lhs_e5m2,
-                    rhs_e5m2=rhs_e5m2,
-                    num_sms=num_sms,
-                    grouping=grouping,
-                )
-                for config in configs
-            )
+            kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
+            yield from (config.attributes(**cast(tile_config.Kernel, kernel)) for config in configs)
 
 
 def formats(all_formats: bool) -> list[tuple[bool, bool]]:

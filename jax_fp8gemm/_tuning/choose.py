@@ -26,6 +26,10 @@ _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
 
 _forced: list[TileConfig] = []
 
+# What an extent counts as that a program for all sizes leaves open: jax.export.symbolic_shape. Any
+# config is right for any extent, and one for many rows loses least where there are many.
+_OPEN_EXTENT = 4096
+
 
 def choose(
     m: int,
@@ -40,6 +44,7 @@ def choose(
     """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1."""
     if _forced:
         return _forced[-1]
+    m, n, k = map(_known, (m, n, k))
     return _choose(m, n, k, is_1d1d, _out_bytes(out_f32, accumulate), num_sms)
 
 
@@ -61,8 +66,14 @@ def choose_grouped(
     """
     if _forced:
         return _forced[-1]
+    m, n, k = map(_known, (m, n, k))
     out_bytes = _out_bytes(out_f32, accumulate)
     return _choose_grouped(m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
+
+
+def _known(extent: object) -> int:
+    """Returns the extent, or what counts for it if it is symbolic."""
+    return extent if isinstance(extent, int) else _OPEN_EXTENT
 
 
 def _out_bytes(out_f32: bool, accumulate: bool) -> int:

@@ -6,15 +6,18 @@ The order of names is that of the numbers in ffi/quantize/quantize_config.h.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8gemm._data.activation import Activation
+
 MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
 INPUTS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 SOURCES = ("plain", "swiglu", "swiglu_grad", "gather", "weighted_gather")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 
 _RAGGED_MODES = ("column", "row_column")
 
@@ -27,8 +30,18 @@ def attributes(
     pow2_scale: bool,
     is_ragged: bool = False,
     source: str = "plain",
+    activation: Activation = "silu",
 ) -> dict[str, np.int32]:
-    """Returns the attribute `config` of a call with operands of `dtype`."""
+    """Returns the attribute `config` of a call with operands of `dtype`.
+
+    activation: that of the sources "swiglu" and "swiglu_grad". Its constants are f32 bits.
+    """
+    if isinstance(activation, str):
+        name, constants = activation, (0.0, 0.0, 0.0)
+    else:
+        name = "clamped_swiglu"
+        constants = activation.limit, activation.alpha, activation.up_offset
+    limit, alpha, up_offset = np.array(constants, np.float32).view(np.int32)
     return dict(
         mode=np.int32(MODES.index(mode)),
         input=np.int32(INPUTS.index(jnp.dtype(dtype).name)),
@@ -36,30 +49,44 @@ def attributes(
         pow2_scale=np.int32(pow2_scale),
         ragged=np.int32(is_ragged),
         source=np.int32(SOURCES.index(source)),
+        activation=np.int32(ACTIVATIONS.index(name)),
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
     )
 
 
 def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int32]]:
-    """Yields one config for each kernel of a format."""
+    """Yields one config for each kernel of a format, those of "silu" alone among activations."""
     floats = INPUTS[:3]
     plain = [("plain", mode, False, floats) for mode in MODES]
     ragged = [("plain", mode, True, floats) for mode in _RAGGED_MODES]
-    swiglu = [
-        (source, mode, mode != "row", ("bfloat16", "float32"))
-        for source, mode in itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES))
-    ]
     gather = [
         # FP8 inputs have columns only: rows of FP8 values are copied with their scales.
         (source, mode, mode != "row", INPUTS if mode == "column" else floats)
         for source, mode in itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES))
     ]
-    for source, mode, is_ragged, inputs in (*plain, *ragged, *swiglu, *gather):
+    how = dict(e5m2=e5m2, pow2_scale=pow2_scale)
+    yield from _configs((*plain, *ragged), **how)
+    yield from activation_configs("silu", **how)
+    yield from _configs(gather, **how)
+
+
+def activation_configs(
+    activation: Activation, *, e5m2: bool, pow2_scale: bool
+) -> Iterator[dict[str, np.int32]]:
+    """Yields one config for each kernel of this activation."""
+    kinds = [
+        (source, mode, mode != "row", ("bfloat16", "float32"))
+        for source, mode in itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES))
+    ]
+    yield from _configs(kinds, e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
+
+
+def _configs(
+    kinds: Sequence[tuple[str, str, bool, Sequence[str]]], **how: Any
+) -> Iterator[dict[str, np.int32]]:
+    """Yields a config for each dtype of each kind: source, mode, whether it is ragged, dtypes."""
+    for source, mode, is_ragged, inputs in kinds:
         for dtype in inputs:
-            yield attributes(
-                mode,
-                dtype,
-                e5m2=e5m2,
-                pow2_scale=pow2_scale,
-                is_ragged=is_ragged,
-                source=source,
-            )
+            yield attributes(mode, dtype, is_ragged=is_ragged, source=source, **how)

@@ -7,10 +7,25 @@ gets.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import ml_dtypes
 import numpy as np
+
+
+class Kernel(TypedDict):
+    """What a GEMM kernel computes, beside how: operands, result, and the multiprocessors it uses.
+
+    grouping: 0 without groups, GROUPED_ROWS or GROUPED_CONTRACTION.
+    """
+
+    is_1d1d: bool
+    lhs_e5m2: bool
+    rhs_e5m2: bool
+    out_f32: bool
+    accumulate: bool
+    num_sms: int
+    grouping: NotRequired[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,28 +53,10 @@ class TileConfig:
     cluster_m: int = 1
     cluster_n: int = 1
 
-    def attributes(
-        self,
-        *,
-        is_1d1d: bool,
-        out_f32: bool,
-        accumulate: bool,
-        lhs_e5m2: bool,
-        rhs_e5m2: bool,
-        num_sms: int,
-        grouping: int = 0,
-    ) -> dict[str, np.int32]:
+    def attributes(self, **kernel: Unpack[Kernel]) -> dict[str, np.int32]:
         """Returns the members of the attribute `config` of an FFI call."""
-        how = dict(
-            is_1d1d=is_1d1d,
-            out_f32=out_f32,
-            accumulate=accumulate,
-            lhs_e5m2=lhs_e5m2,
-            rhs_e5m2=rhs_e5m2,
-            num_sms=num_sms,
-            grouping=grouping,
-        )
-        return {key: np.int32(value) for key, value in (dataclasses.asdict(self) | how).items()}
+        members: dict[str, Any] = {"grouping": 0, **dataclasses.asdict(self), **kernel}
+        return {key: np.int32(value) for key, value in members.items()}
 
 
 def formats(lhs: Any, rhs: Any) -> dict[str, bool]:

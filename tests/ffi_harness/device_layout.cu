@@ -5,9 +5,14 @@
 struct Config {
   static constexpr int kMode = 0, kInput = 0, kSource = 1;
   static constexpr bool kE5M2 = false, kPow2Scale = false, kIsRagged = false;
+  static constexpr int kActivation = 0;
+  static constexpr unsigned kLimit = 0, kAlpha = 0, kUpOffset = 0;
 };
 struct ColumnConfig : Config {
   static constexpr int kMode = 1;
+};
+struct F32Config : Config {
+  static constexpr int kInput = 2;
 };
 struct GemmExample {
   static constexpr int kBlockM = 128, kBlockN = 128, kSubN = 128, kNumConsumers = 2;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from package_configs import NUM_SMS, config_text
+from package_configs import ACTIVATIONS, NUM_SMS, config_text
 from shapes import Shape
 
 from jax_fp8gemm._tuning import quantize_config, tile_config
@@ -170,12 +170,18 @@ _SHORT_TYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 def _quantize_cases() -> list[Case]:
     cases = []
-    for config in quantize_config.kernel_configs(e5m2=False, pow2_scale=False):
+    how = dict(e5m2=False, pow2_scale=False)
+    configs = list(quantize_config.kernel_configs(**how))
+    for activation in ACTIVATIONS:
+        configs += quantize_config.activation_configs(activation, **how)
+    for config in configs:
         config = {name: int(value) for name, value in config.items()}
         mode = quantize_config.MODES[config["mode"]]
         source = quantize_config.SOURCES[config["source"]]
         dtype, ragged = _SHORT_TYPES[config["input"]], " ragged" if config["ragged"] else ""
-        name = f"quantize {source}{ragged} {mode} {dtype}"
+        activation = quantize_config.ACTIVATIONS[config["activation"]]
+        activation = "" if activation == "silu" else f" {activation}"
+        name = f"quantize {source}{activation}{ragged} {mode} {dtype}"
         # An odd batch and extents that are no whole blocks.
         m, k, g = 4104, 2888, 32
         batch = (3,) if mode.startswith("block") and dtype == "bf16" else ()

@@ -27,6 +27,7 @@ CALLS = {
     "dot_general": lambda: fp8.dot_general(
         ones((2, 4, 8)), ones((2, 3, 8)), (((2,), (2,)), ((0,), (0,)))
     ),
+    "einsum": lambda: fp8.einsum("mk,kn->nm", ones((4, 3)), ones((3, 4))),
     "ragged_dot": lambda: fp8.ragged_dot(ones((4, 8)), ones((2, 8, 8)), sizes),
     "ragged_dot, vmap": lambda: jax.vmap(fp8.ragged_dot, (0, None, None))(
         ones((2, 4, 8)), ones((2, 8, 8)), sizes
@@ -39,6 +40,10 @@ CALLS = {
     "moe_layer": lambda: moe.moe_layer(
         ones((4, 8)), ones((4, 2)), ones((2, 8, 16)), ones((2, 8, 8)), top_k=1
     ),
+    "route": lambda: moe.route(ones((4, 4)), 2, bias=ones((4,)), n_group=2, topk_group=1),
+    "load_balancing_loss": lambda: moe.load_balancing_loss(ones((4, 2)), sizes),
+    "z_loss": lambda: moe.z_loss(ones((4, 2))),
+    "update_balance_bias": lambda: moe.update_balance_bias(ones((2,)), sizes, 0.1),
 }
 
 

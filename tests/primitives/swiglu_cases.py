@@ -60,8 +60,8 @@ def _power_of_two_at_least(x):
     return np.ldexp(1.0, exponent - (fraction == 0.5))
 
 
-def assert_nearest(q, x, magnitude, fmt, pow2, what):
-    """The scales of x, up to ELEMENT_ERROR; FP8 values nearest to x / scale, up to twice that:
+def assert_nearest(q, x, magnitude, fmt, pow2, what, element_error=ELEMENT_ERROR):
+    """The scales of x, up to element_error; FP8 values nearest to x / scale, up to twice that:
     beside the error of x, that of 1 / scale and of the product. Either shows in a value only where
     x / scale is that close to halfway between FP8 neighbours."""
     values, scale = np.asarray(q.values), np.asarray(q.scale)
@@ -69,7 +69,7 @@ def assert_nearest(q, x, magnitude, fmt, pow2, what):
     fmax = reference.FORMAT_MAX[fmt]
     smallest = float(reference.SMALLEST_AMAX)
     expected = np.maximum(block_max(np.abs(x)), smallest) / fmax
-    error = ELEMENT_ERROR * np.maximum(block_max(magnitude), smallest) / fmax
+    error = element_error * np.maximum(block_max(magnitude), smallest) / fmax
     low, high = expected - error, expected + error
     if pow2:
         low, high = _power_of_two_at_least(low), _power_of_two_at_least(high)
@@ -78,5 +78,5 @@ def assert_nearest(q, x, magnitude, fmt, pow2, what):
     spread = per_element(scale, x.shape[1])
     scaled = x / spread
     distance = np.abs(values.astype(np.float64) - scaled)
-    is_nearest = distance <= half_step(scaled, fmt) + 2 * ELEMENT_ERROR * magnitude / spread
+    is_nearest = distance <= half_step(scaled, fmt) + 2 * element_error * magnitude / spread
     assert is_nearest.all(), (what, np.argwhere(~is_nearest)[:3], scaled[~is_nearest][:3])

@@ -59,15 +59,16 @@ MODE = {"row": 0, "column": 1, "row_column": 2, "block": 3, "block_transposed": 
         (quantize_both, "row_column"),
         (functools.partial(quantize, block=(128, 128)), "block"),
         (functools.partial(quantize, block=(128, 128), with_transpose=True), "block_both"),
+        (functools.partial(quantize, block=(128, 128), with_transpose="only"), "block_transposed"),
     ],
 )
 def test_quantize_is_one_custom_call(function, mode):
     function = functools.partial(function, dtype=jnp.float8_e5m2, pow2_scale=True)
     ((target, config, _),) = custom_calls(cuda_text(function, struct(M, K)))
     assert target == extension.QUANTIZE_TARGET
-    # input 0: bf16; source 0: x itself.
+    # input 0: bf16; source 0: x itself, without an activation and its constants.
     expected = dict(mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0, source=0)
-    assert config == expected
+    assert config == expected | dict(activation=0, limit=0, alpha=0, up_offset=0)
 
 
 def test_squares_of_more_matrices_than_a_grid_has_rows_take_several_calls():

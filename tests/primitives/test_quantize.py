@@ -154,6 +154,9 @@ def test_with_transpose_and_transposed_only_are_the_exact_transpose():
     reference.assert_same_bits(q.transposed, np.asarray(q.values).T)
     only = quantize_transposed(jnp.asarray(x), dtype=E4M3, pow2_scale=False, implementation=None)
     assert_quantized(only, x.T, *SQUARE, E4M3)
+    stored = quantize(jnp.asarray(x), block=(128, 128), with_transpose="only")
+    assert stored.values is None
+    assert_quantized(stored.T, x.T, *SQUARE, E4M3)
 
 
 @pytest.mark.parametrize("m", [128, 130])  # folds into m where 128 divides it, else one by one
@@ -215,6 +218,9 @@ def test_gathering_fp8_equals_quantising_after_the_gather():
         (dict(x=jnp.ones((2, 2, 2)), axis=0), ValueError, r"got axis 0.*x f32\[2,2,2\]"),
         (dict(dtype=jnp.bfloat16), TypeError, "dtype must be f8e4m3fn or f8e5m2; got bf16"),
         (dict(with_transpose=True), ValueError, r"with_transpose must go with .*quantize_both"),
+        (dict(with_transpose="only"), ValueError, "with_transpose must go with .*quantize_both"),
+        (dict(with_transpose="both"), TypeError, "with_transpose must be True, .* got 'both'"),
+        (dict(with_transpose=1), TypeError, "with_transpose must be True, False or 'only'; got 1"),
         (dict(implementation="triton"), ValueError, "None, 'cuda' or 'xla'; got 'triton'"),
     ],
 )

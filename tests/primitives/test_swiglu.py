@@ -218,6 +218,7 @@ def test_it_is_one_custom_call_on_cuda(with_columns, is_grad):
     ((target, line),) = re.findall(r"custom_call @(jax_fp8gemm_\w+)\((.*)", text)
     assert target == f"jax_fp8gemm_swiglu_{'grad_' * is_grad}quantize"
     config = {name: int(value) for name, value in re.findall(r"(\w+) = (\d) : i32", line)}
+    assert all(config.pop(name) == 0 for name in ("activation", "limit", "alpha", "up_offset"))
     mode, source = 2 if with_columns else 0, 2 if is_grad else 1
     assert config == dict(
         mode=mode, input=0, e5m2=1, pow2_scale=0, ragged=int(with_columns), source=source

@@ -50,7 +50,9 @@ def _groups(sizes):
     return jnp.asarray(sizes, jnp.int32), jnp.full((1,), FIRST_ROW, jnp.int32)
 
 
-def _quantize(operands, sizes, fmt=E4M3, pow2=False, with_columns=True, implementation=None):
+def _quantize(
+    operands, sizes, fmt=E4M3, pow2=False, with_columns=True, implementation=None, **kwargs
+):
     """(rows, columns) of swiglu_quantize, or of swiglu_grad_quantize where there is a dh."""
     function = (
         swiglu_quantize.swiglu_grad_quantize
@@ -64,6 +66,7 @@ def _quantize(operands, sizes, fmt=E4M3, pow2=False, with_columns=True, implemen
         dtype=fmt,
         pow2_scale=pow2,
         implementation=implementation or gpu_cases.IMPLEMENTATION,
+        **kwargs,
     )
 
 
@@ -192,6 +195,7 @@ def test_modes_give_the_same_bits(is_grad, dtype, f):
         *map(jnp.asarray, operands),
         *_groups(EDGES),
         mode="column",
+        activation="silu",
         e5m2=False,
         pow2_scale=False,
         implementation=gpu_cases.IMPLEMENTATION,

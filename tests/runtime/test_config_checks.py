@@ -8,7 +8,8 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=4,
              num_slabs=0, cluster_m=1, cluster_n=1, is_1d1d=0, out_f32=0, accumulate=0, lhs_e5m2=0,
              rhs_e5m2=0, grouping=0, num_sms=132)  # fmt: skip
-_QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+_QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=1, activation=0, limit=0,
+                 alpha=0, up_offset=0)  # fmt: skip
 
 _SEED = 21
 # A config that has a kernel, and values near what the rules speak of.
@@ -91,6 +92,27 @@ def test_the_error_of_a_config_out_of_range_computes_nothing_from_it(bad):
 def test_a_flag_is_0_or_1(flag, value):
     with pytest.raises(ValueError, match=rf"flags 0 or 1; got .*{flag} {value}"):
         _ext.compile_quantize(_QUANTIZE | dict(mode=2) | {flag: value})
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(activation=5), "activation must be 0..4, .*; got activation 5, source 1"),
+        (dict(activation=-1), "activation must be 0..4, .*; got activation -1, source 1"),
+        (dict(activation=1, source=0), "and 0 for a source other than .*; got activation 1, so"),
+        (dict(activation=1, source=3), "and 0 for a source other than .*; got activation 1, so"),
+        (dict(limit=1), "0 without; got activation 0, limit 1, alpha 0, up_offset 0"),
+        (dict(activation=3, up_offset=-1), "0 without; got activation 3, .* up_offset -1"),
+        (dict(activation=4), "limit above 0, with activation 4.*; got activation 4, limit 0"),
+        (dict(activation=4, limit=-1), "bits of finite f32.*; got activation 4, limit -1"),
+        (dict(activation=4, limit=0x7F800000), "bits of finite f32.*; got .*, limit 2139095040"),
+        (dict(activation=4, limit=1, alpha=-(2**23)), "bits of finite f32.*, alpha -8388608"),
+    ],
+    ids=str,
+)
+def test_an_activation_of_no_kernel_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        _ext.compile_quantize(_QUANTIZE | bad)
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**40), 10**30, 1.5, "1", None])

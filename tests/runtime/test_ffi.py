@@ -21,7 +21,10 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 __all__ = ["fresh_answers"]  # a fixture of all tests here
 
 
-_QUANTIZE_ROW = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+_QUANTIZE_ROW = dict(
+    mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0,
+    activation=0, limit=0, alpha=0, up_offset=0,
+)  # fmt: skip
 
 
 def test_the_targets_have_the_three_stages():
@@ -275,7 +278,7 @@ def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message + name):
             quantize_on_cpu(source=2, mode=mode, ragged=ragged)
     for config, message in (
-        (dict(more=1), "config must be a dictionary of 6 integers"),
+        (dict(more=1), "config must be a dictionary of 10 integers"),
         (dict(mode=None, model=0), "config must have an i32 mode; got model"),
         (dict(mode=np.int64(0)), "config must have an i32 mode; got mode"),
     ):

@@ -10,6 +10,7 @@ import time
 
 import ext_program
 import pytest
+from gated_activations import NAMES, OTHERS
 
 from jax_fp8gemm._runtime import environment, precompile
 from jax_fp8gemm._tuning import all_kernels, quantize_config, tile_config
@@ -20,7 +21,8 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 pytestmark = ext_program.needs_nvrtc
 
 # A small kernel: these tests are about the cache.
-_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0, activation=0, limit=0,
+               alpha=0, up_offset=0)  # fmt: skip
 
 
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
@@ -256,7 +258,7 @@ def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_pat
 def test_a_config_must_have_exactly_the_members_of_the_kernel():
     with pytest.raises(KeyError, match="pow2_scale"):
         _ext.compile_quantize({k: v for k, v in _KERNEL.items() if k != "pow2_scale"})
-    with pytest.raises(KeyError, match="6 members; got 7"):
+    with pytest.raises(KeyError, match="10 members; got 11"):
         _ext.compile_quantize(_KERNEL | {"more": 1})
 
 
@@ -306,4 +308,18 @@ def test_no_quantize_kernel_spills(compile_all, is_other):
             op == "quantize"
         )
         assert any(report.name.startswith(f"{op}_ragged_row_column_bf16_") for report in reports)
+    _assert_clean(reports)
+
+
+@pytest.mark.parametrize("activation", OTHERS, ids=NAMES)
+def test_no_kernel_of_another_activation_spills(compile_all, activation):
+    configs = [
+        config
+        for is_other in (False, True)
+        for config in quantize_config.activation_configs(
+            activation, e5m2=is_other, pow2_scale=is_other
+        )
+    ]
+    reports = compile_all(precompile.compile_quantize, configs)
+    assert len({report.name for report in reports}) == len(reports)
     _assert_clean(reports)

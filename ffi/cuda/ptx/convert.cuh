@@ -62,6 +62,12 @@ JAX_FP8GEMM_BINARY_F32(div_rn, "div.rn.f32")
 
 JAX_FP8GEMM_UNARY_F32(rcp_rn, "rcp.rn.f32")
 
+// The smaller and the larger of two (PTX ISA, min, max); NaN if either is one.
+
+JAX_FP8GEMM_BINARY_F32(min_nan, "min.NaN.f32")
+
+JAX_FP8GEMM_BINARY_F32(max_nan, "max.NaN.f32")
+
 // Approximations (PTX ISA, ex2, rcp): relative errors of 2^-22 and 2^-23; subnormal results are 0.
 
 JAX_FP8GEMM_UNARY_F32(ex2_approx, "ex2.approx.ftz.f32")

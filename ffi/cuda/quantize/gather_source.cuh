@@ -94,10 +94,10 @@ struct GatherSource : DirectSource {
   }
 };
 
-template <int kInput>
-struct QuantizeSource<kGather, kInput> : GatherSource<kInput, false> {};
+template <typename Config>
+struct QuantizeSource<Config, kGather> : GatherSource<Config::kInput, false> {};
 
-template <int kInput>
-struct QuantizeSource<kWeightedGather, kInput> : GatherSource<kInput, true> {};
+template <typename Config>
+struct QuantizeSource<Config, kWeightedGather> : GatherSource<Config::kInput, true> {};
 
 }  // namespace jax_fp8gemm

@@ -25,12 +25,12 @@ struct DirectSource {
   static __device__ __forceinline__ int k_block(int i, int) { return i; }
 };
 
-template <int kSource, int kInput>
+template <typename Config, int kSource = Config::kSource>
 struct QuantizeSource;
 
-template <int kInput>
-struct QuantizeSource<kPlain, kInput> : DirectSource {
-  using Elements = Fragment<kInput>;
+template <typename Config>
+struct QuantizeSource<Config, kPlain> : DirectSource {
+  using Elements = Fragment<Config::kInput>;
 
   template <bool kIsAligned>
   static __device__ __forceinline__ void fill(Elements& elements, const QuantizeParams& params,

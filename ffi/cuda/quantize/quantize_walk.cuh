@@ -24,7 +24,7 @@ struct QuantizeWalk {
   // then read long pieces of a row of x and also write long pieces of a row of `transposed`.
   static constexpr int kRaster = 4;
 
-  using Source = QuantizeSource<Config::kSource, Config::kInput>;
+  using Source = QuantizeSource<Config>;
 
   struct Place {
     int first_row, first_column;  // of the warp; its k-block

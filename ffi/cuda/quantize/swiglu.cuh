@@ -1,4 +1,4 @@
-// SwiGLU and its gradient of one element, in f32.
+// SwiGLU and its gradient of one element, in f32, as it is and clamped.
 //
 // For gate_up (m, 2 f) = [gate, up] and dh (m, f):
 //   sigma = 1 / (1 + exp(-gate))
@@ -10,6 +10,13 @@
 //
 // sigma is 0 or 1 where exp(-gate) or its inverse would not be a normal number, at |gate| > 87.3.
 // A gate of -Inf gives NaN, as -Inf * 0 does.
+//
+// Clamped, with the constants limit, alpha and up_offset of the config:
+//   gate' = min(gate, limit)                      up' = min(max(up, -limit), limit)
+//   sigma = 1 / (1 + exp(-alpha * gate'))         silu = gate' * sigma
+//   h     = silu * (up' + up_offset)
+//   dgate = (dh * (up' + up_offset)) * (sigma + alpha * silu * (1 - sigma)), 0 if gate > limit
+//   dup   = dh * silu, 0 if |up| > limit
 #pragma once
 
 #include "ptx/convert.cuh"
@@ -21,12 +28,9 @@ struct Sigmoid {
   float rest;  // 1 - sigma
 };
 
-// Both results have a relative error below 2^-20.
-__device__ __forceinline__ Sigmoid sigmoid(float x) {
+// Both results have a relative error below 2^-20. clamped: in +-88.
+__device__ __forceinline__ Sigmoid bounded_sigmoid(float clamped) {
   constexpr float kLog2E = 1.44269502f, kLn2 = 0.693147182f;
-  // At one bound exp is 2^126.2, whose inverse rounds to 0. At the other bound exp is 0. The clamp
-  // loses a NaN, which the product with the gate in silu keeps.
-  const float clamped = fminf(fmaxf(x, -87.5f), 87.5f);
   const float power = mul_rn(clamped, -kLog2E);
   // exp(-clamped) = 2^power (1 + lost). NOTE: without `lost`, the roundings of kLog2E and of
   // `power` make an error of 2^-20 at x = -16.
@@ -37,9 +41,15 @@ __device__ __forceinline__ Sigmoid sigmoid(float x) {
   return {sigma, mul_rn(exp, sigma)};  // 1 - sigma would cancel
 }
 
+__device__ __forceinline__ Sigmoid sigmoid(float x) {
+  // At one bound exp is 2^126.2, whose inverse rounds to 0. At the other bound exp is 0. The clamp
+  // loses a NaN, which the product with the gate in silu keeps.
+  return bounded_sigmoid(fminf(fmaxf(x, -87.5f), 87.5f));
+}
+
 enum class SwigluPart { kH, kDgate, kDup };
 
-// One element of a result. kDup does not read up, and kH does not read dh.
+// One element of a result. kDup does not read up unless it is clamped, and kH does not read dh.
 template <SwigluPart kPart>
 __device__ __forceinline__ float swiglu(float gate, float up, float dh) {
   const auto [sigma, rest] = sigmoid(gate);
@@ -50,6 +60,29 @@ __device__ __forceinline__ float swiglu(float gate, float up, float dh) {
     return mul_rn(dh, silu);
   } else {
     return mul_rn(mul_rn(dh, up), fma_rn(silu, rest, sigma));
+  }
+}
+
+// Comparisons with a NaN are false, so its gradient is that of the formula without bounds.
+template <typename Config, SwigluPart kPart>
+__device__ __forceinline__ float clamped_swiglu(float gate, float up, float dh) {
+  constexpr bool kHasAlpha = Config::kAlpha != 0x3f800000;  // 1
+  constexpr bool kHasOffset = Config::kUpOffset != 0;
+  const float limit = __uint_as_float(Config::kLimit);
+  const float alpha = __uint_as_float(Config::kAlpha);
+  const float clamped_gate = min_nan(gate, limit);
+  const float clamped_up = min_nan(max_nan(up, -limit), limit);
+  const auto [sigma, rest] = sigmoid(kHasAlpha ? mul_rn(alpha, clamped_gate) : clamped_gate);
+  const float silu = mul_rn(clamped_gate, sigma);
+  const float offset = __uint_as_float(Config::kUpOffset);
+  const float factor = kHasOffset ? add_rn(clamped_up, offset) : clamped_up;
+  if constexpr (kPart == SwigluPart::kH) {
+    return mul_rn(silu, factor);
+  } else if constexpr (kPart == SwigluPart::kDup) {
+    return fabsf(up) > limit ? 0.0f : mul_rn(dh, silu);
+  } else {
+    const float slope = fma_rn(kHasAlpha ? mul_rn(alpha, silu) : silu, rest, sigma);
+    return gate > limit ? 0.0f : mul_rn(mul_rn(dh, factor), slope);
   }
 }
 

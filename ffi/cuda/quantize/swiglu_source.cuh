@@ -1,21 +1,22 @@
-// SwiGLU and its gradient as sources of a quantiser: computed from gate_up and dh, in bf16 or f32,
-// where the quantiser holds its elements. swiglu.cuh has the formulas.
+// A gated activation and its gradient as sources of a quantiser: computed from gate_up and dh, in
+// bf16 or f32, where the quantiser holds its elements. activation.cuh has the formulas.
 //
 // A CTA computes its 128 columns of [dgate, dup] alone. Where column f is among them, a thread has
 // gates or ups, or both if f is no multiple of 8. CTAs of dgate and of dup take turns, so that the
 // second one finds gate and dh in the L2.
 #pragma once
 
+#include "quantize/activation.cuh"
 #include "quantize/quantize_source.cuh"
-#include "quantize/swiglu.cuh"
 
 namespace jax_fp8gemm {
 
-template <int kInput, bool kIsGrad>
+template <typename Config, bool kIsGrad>
 struct SwigluSource {
   using Elements = Fragment<kF32>;
   using Part = SwigluPart;
 
+  static constexpr int kInput = Config::kInput;
   static constexpr int kBytes = Fragment<kInput>::kElemBytes;
   // f32 is not prefetched: only one CTA would fit an SM.
   static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
@@ -56,6 +57,9 @@ struct SwigluSource {
  private:
   enum Operand { kGate, kUp, kDh };
 
+  template <Part kPart>
+  static constexpr bool kReadsUp = kPart != Part::kDup || Config::kActivation == kClampedSwiglu;
+
   // Where a row of an operand is prefetched to. The 16 bytes of a warp's lanes are neighbours.
   static __device__ __forceinline__ uint32_t address(Operand operand, int row) {
     extern __shared__ uint4 prefetched[];
@@ -70,7 +74,7 @@ struct SwigluSource {
                                                        int column, int row_end, int f) {
     const int num_rows = column < f ? row_end - row : 0;  // may be negative
     copy_rows(kGate, params.x, row, column, num_rows, 2 * f);
-    if constexpr (kPart != Part::kDup) copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
+    if constexpr (kReadsUp<kPart>) copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
     if constexpr (kPart != Part::kH) copy_rows(kDh, params.dh, row, column, num_rows, f);
   }
 
@@ -97,7 +101,7 @@ struct SwigluSource {
         up.clear();
         dh.clear();
         load_shared_16(gate.words[0][0], address(kGate, i));
-        if constexpr (kPart != Part::kDup) load_shared_16(up.words[0][0], address(kUp, i));
+        if constexpr (kReadsUp<kPart>) load_shared_16(up.words[0][0], address(kUp, i));
         if constexpr (kPart != Part::kH) load_shared_16(dh.words[0][0], address(kDh, i));
         set_rows<kPart>(elements, i, gate, up, dh);
       }
@@ -118,7 +122,7 @@ struct SwigluSource {
       up.clear();
       dh.clear();
       gate.template load<true>(params.x, row + first, column, row_end, f, 2 * f);
-      if constexpr (kPart != Part::kDup) {
+      if constexpr (kReadsUp<kPart>) {
         up.template load<true>(params.x, row + first, f + column, row_end, 2 * f, 2 * f);
       }
       if constexpr (kPart != Part::kH) {
@@ -143,7 +147,7 @@ struct SwigluSource {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) {
-        elements.set(first + i, j, swiglu<kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
+        elements.set(first + i, j, gated<Config, kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
       }
     }
   }
@@ -153,6 +157,7 @@ struct SwigluSource {
   static __device__ __forceinline__ void fill_by_elements(Elements& elements,
                                                           const QuantizeParams& params, int row,
                                                           int column, int row_end, int f) {
+    constexpr bool kIsGelu = Config::kActivation == kGelu || Config::kActivation == kGeluTanh;
     elements.clear();
 #pragma unroll 1
     for (int i = 0; i < kFragmentRows; ++i) {
@@ -169,13 +174,20 @@ struct SwigluSource {
         const float gate = load_element(gate_up_row, source);
         const float up = load_element(gate_up_row, f + source);
         float x;
-        if constexpr (kIsGrad) {
+        if constexpr (kIsGrad && kIsGelu) {
           const float dh = load_element(dh_row, source);
-          const float dgate = swiglu<Part::kDgate>(gate, up, dh);
-          const float dup = swiglu<Part::kDup>(gate, up, dh);
+          x = 0.0f;
+          if (is_inside) {  // NOTE: without this branch ptxas spills
+            x = is_dup ? gated<Config, Part::kDup>(gate, up, dh)
+                       : gated<Config, Part::kDgate>(gate, up, dh);
+          }
+        } else if constexpr (kIsGrad) {
+          const float dh = load_element(dh_row, source);
+          const float dgate = gated<Config, Part::kDgate>(gate, up, dh);
+          const float dup = gated<Config, Part::kDup>(gate, up, dh);
           x = is_dup ? dup : dgate;
         } else {
-          x = swiglu<Part::kH>(gate, up, 0.0f);
+          x = gated<Config, Part::kH>(gate, up, 0.0f);
         }
         elements.set(kFragmentRows - 1, j, is_inside ? x : 0.0f);
       }
@@ -192,10 +204,10 @@ struct SwigluSource {
   }
 };
 
-template <int kInput>
-struct QuantizeSource<kSwiglu, kInput> : SwigluSource<kInput, false> {};
+template <typename Config>
+struct QuantizeSource<Config, kSwiglu> : SwigluSource<Config, false> {};
 
-template <int kInput>
-struct QuantizeSource<kSwigluGrad, kInput> : SwigluSource<kInput, true> {};
+template <typename Config>
+struct QuantizeSource<Config, kSwigluGrad> : SwigluSource<Config, true> {};
 
 }  // namespace jax_fp8gemm
