@@ -3,14 +3,18 @@
 from jax_fp8gemm._runtime import jax_drift as _jax_drift  # noqa: F401 (first: says which JAX is needed)
 
 # isort: split
+from jax_fp8gemm import checkpoint_policies as checkpoint_policies
 from jax_fp8gemm import moe as moe
+from jax_fp8gemm._data.dequantize import dequantize as dequantize
 from jax_fp8gemm._data.recipe import BF16 as BF16
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3 as DEEPSEEK_V3
 from jax_fp8gemm._data.recipe import HYBRID as HYBRID
 from jax_fp8gemm._data.recipe import Recipe as Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray as ScaledArray
-from jax_fp8gemm._data.scaled_array import dequantize as dequantize
+from jax_fp8gemm._data.scaled_parts import concatenate as concatenate
+from jax_fp8gemm._data.scaled_parts import stack as stack
 from jax_fp8gemm._ops.dot_general import dot_general as dot_general
+from jax_fp8gemm._ops.einsum import einsum as einsum
 from jax_fp8gemm._ops.matmul import matmul as matmul
 from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._ops.quantize import quantize as quantize

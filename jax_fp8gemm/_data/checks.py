@@ -138,9 +138,12 @@ def check_same_k(
 ) -> None:
     """Raises `error` unless the contraction has the same length on both sides."""
     if lhs_k != rhs_k:
+        shape: tuple[int, ...] = getattr(rhs, "shape", ())
+        turned = "rhs.T" if len(shape) == 2 else "rhs.mT"
+        hint = f"{turned} has k={lhs_k}." if len(shape) > 1 and lhs_k in shape[-2:] else ""
         raise error(
             f"{op}: lhs and rhs must share k; got k={lhs_k} in lhs {short_type(lhs)}, "
-            f"k={rhs_k} in rhs {short_type(rhs)}"
+            f"k={rhs_k} in rhs {short_type(rhs)}{_then(hint)}"
         )
 
 

@@ -89,3 +89,5 @@ DEEPSEEK_V3 = Recipe()
 HYBRID = Recipe(bwd="e5m2")
 # No FP8: lax.dot_general of the operands as they are. It is the baseline to compare with.
 BF16 = Recipe(fwd=None)
+# The recipes that an argument may name.
+NAMED = {"deepseek_v3": DEEPSEEK_V3, "hybrid": HYBRID, "bf16": BF16}

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
@@ -16,9 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import arrays, checks, formats
-from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._runtime import jax_drift
-from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -37,45 +37,55 @@ class ScaledArray:
     constructor checks nothing, because a pytree may hold anything in the place of its leaves.
       block (1, 128): scale is (..., r, ceil(c / 128)): 128 neighbours of a row share a scale.
       block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
+    An array with block (128, 128) may store its values, or the transposed values, or both. If only
+    the latter are stored, the scale is stored transposed too: (..., ceil(c / 128), ceil(r / 128)).
     Scales are finite and positive. Where a block held an Inf or a NaN, its scale and all its values
     are NaN. A ScaledArray is a pytree of values, scale and transposed: jit, vmap (over leading
     dimensions), scan, shardings and jax.export take it like any other.
 
     Attributes:
-      values: (..., r, c), float8_e4m3fn or float8_e5m2.
-      scale: float32, the dequantisation factor.
+      values: (..., r, c), float8_e4m3fn or float8_e5m2; or None, if only `transposed` is stored.
+      scale: float32, the dequantisation factor, of `values`; without them, of `transposed`.
       transposed: the values with their last two dimensions swapped, stored as (..., c, r), or None.
-        Only block (128, 128) has it: its scale is then the same, transposed.
+        Only block (128, 128) has it.
       block: (1, 128) or (128, 128); static.
     """
 
-    values: Float[Array, "*batch r c"]
+    values: Float[Array, "*batch r c"] | None
     scale: Float32[Array, "*batch r_blocks c_blocks"]
     transposed: Float[Array, "*batch c r"] | None = None
     block: tuple[int, int] = field(default=(1, 128), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the values."""
-        return self.values.shape
+        """Returns the shape of the values, whether they or only the transposed ones are stored."""
+        if self.values is None and self.transposed is not None:
+            *batch, c, r = self.transposed.shape
+            return (*batch, r, c)
+        return self._stored.shape
 
     @property
     def dtype(self) -> np.dtype:
         """Returns the FP8 dtype of the values."""
-        return self.values.dtype
+        return self._stored.dtype
 
     @property
     def ndim(self) -> int:
         """Returns the number of dimensions of the values."""
-        return self.values.ndim
+        return self._stored.ndim
+
+    @property
+    def _stored(self) -> Any:
+        """The array that `scale` belongs to: the values or, if those are None, `transposed`."""
+        return self.transposed if self.values is None else self.values
 
     @property
     def T(self) -> ScaledArray:
         """Returns the exact transpose of the last two dimensions, for block (128, 128) only.
 
-        It costs nothing if `transposed` is stored: the two then change places.
+        It moves no value: `values` and `transposed` change places.
         """
-        for name, x in (("values", self.values), ("scale", self.scale)):
+        for name, x in (("values", self._stored), ("scale", self.scale)):
             if not arrays.is_array(x) or arrays.is_extended(x):
                 got = checks.short_type(x)
                 raise TypeError(f"ScaledArray.T: {name} must be an array of numbers; got {got}")
@@ -85,18 +95,85 @@ class ScaledArray:
                 "The transpose of a 1x128 array has 128x1 blocks; quantise along r, the dimension "
                 "before the last: quantize(x, axis=-2)."
             )
-        if self.transposed is None:
-            return ScaledArray(self.values.mT, self.scale.mT, None, self.block)
-        return ScaledArray(self.transposed, self.scale.mT, self.values, self.block)
+        is_both = self.values is not None and self.transposed is not None
+        scale = self.scale.mT if is_both else self.scale
+        return ScaledArray(self.transposed, scale, self.values, self.block)
+
+    mT = T
+
+    @property
+    def size(self) -> int:
+        """Returns the number of values, each counted once."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of everything that is stored: values, transposed values and scales."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @classmethod
+    def from_reciprocal_scale(
+        cls, values: Float[Array, "*batch r c"], scale: Any, block: tuple[int, int] = (1, 128)
+    ) -> ScaledArray:
+        """Returns an array whose source gives factors of quantisation: value = real * scale.
+
+        NOTE: the `weight_scale_inv` of DeepSeek's checkpoints is, in spite of its name, the factor
+        of dequantisation, which ScaledArray itself takes.
+        """
+        return cls(values, 1 / jnp.asarray(scale, jnp.float32), None, block)
+
+    def astype(self, dtype: DTypeLike) -> ScaledArray | Float[Array, "*batch r c"]:
+        """Returns the array itself for its own dtype, and dequantize(dtype) for a float dtype."""
+        is_fp8 = any(dtype == fp8 for fp8 in formats.FP8_DTYPES)
+        if is_fp8 and dtype == self.dtype:
+            return self
+        if is_fp8:
+            raise TypeError(
+                f"ScaledArray.astype: dtype must be {checks.short_dtype(self.dtype)}, or bf16, f16 "
+                f"or f32; got {checks.short_dtype(dtype)}. Another FP8 format rounds again: "
+                "quantize(x.dequantize(), dtype=...)."
+            )
+        return _above["dequantize"](self, dtype)
+
+    # NumPy's arrays then leave x @ w to __rmatmul__.
+    __array_ufunc__ = None
+
+    def __rmatmul__(self, lhs: Any) -> Any:
+        """Returns jax_fp8gemm.matmul(lhs, self)."""
+        return _above["matmul"](lhs, self)
+
+    def __getitem__(self, index: Any) -> ScaledArray:
+        """Returns the element, or the elements, of the leading dimensions; r and c stay whole."""
+        return _above["take"](self, index)
+
+    def __iter__(self) -> Iterator[ScaledArray]:
+        """Yields the elements of the first dimension."""
+        if self.ndim < 3:
+            raise TypeError(
+                "ScaledArray: only an array with leading dimensions can be iterated over; "
+                f"got {checks.short_type(self)}. Iterate over what dequantize returns."
+            )
+        return (self[i] for i in range(self.shape[0]))
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch r c"]:
         """Returns value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
-        return dequantize(self, dtype)
+        return _above["dequantize"](self, dtype)
 
     def __repr__(self) -> str:
-        parts = f"values={checks.short_type(self.values)}, scale={checks.short_type(self.scale)}"
-        transposed = "" if self.transposed is None else ", transposed"
-        return f"ScaledArray({parts}, block={self.block}{transposed})"
+        is_turned = self.values is None and self.transposed is not None
+        stored = f"{'transposed' if is_turned else 'values'}={checks.short_type(self._stored)}"
+        also = "" if is_turned or self.transposed is None else ", transposed"
+        scale = checks.short_type(self.scale)
+        return f"ScaledArray({stored}, scale={scale}, block={self.block}{also})"
+
+
+# Functions of ScaledArrays that modules above this one define.
+_above: dict[str, Callable[..., Any]] = {}
+
+
+def define_method(function: Callable[..., Any]) -> None:
+    """Gives a method of ScaledArray its function, under the name of the function."""
+    _above[function.__name__] = function
 
 
 # NOTE: JAX refuses to register a name twice. A process may import the package anew, because an
@@ -112,39 +189,11 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-@naming_devices
-def dequantize(x: ScaledArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch r c"]:
-    """Returns value * scale: the product in float32, rounded once to `dtype`.
-
-    Args:
-      x: any ScaledArray, leading dimensions allowed.
-      dtype: bfloat16, float16 or float32.
-    Returns:
-      Array of x.shape. A block that held Inf or NaN is NaN throughout.
-    Raises:
-      TypeError: x is no ScaledArray, or a dtype is wrong. ValueError: scale and values disagree.
-    """
-    x = arrays.as_array(x)
-    check_scaled_array("dequantize", "x", x)
-    dtype = checks.check_out_dtype("dequantize", "dtype", dtype, formats.FLOAT_DTYPES)
-    x = jax.tree.map(jnp.asarray, x)  # pyright: ignore[reportUnknownArgumentType]  # JAX's own
-    spec = lambda: jax.typeof(x.values).sharding.spec
-    return with_auto_axes(partial(_dequantize, dtype=dtype), [x], spec)
-
-
-def _dequantize(x: ScaledArray, dtype: np.dtype) -> Float[Array, "*batch r c"]:
-    # NOTE: XLA on GPU removes a rounding to FP8 that it can see being undone in the same program.
-    values = jax.lax.optimization_barrier(x.values)
-    return (values.astype(jnp.float32) * spread_scale(x)).astype(dtype)
-
-
-def spread_scale(x: ScaledArray) -> Float32[Array, "*batch r c"]:
-    """Returns the scale of every value."""
-    *_, r, c = x.shape
-    scale = x.scale
-    if x.block[0] != 1:
-        scale = jnp.repeat(scale, formats.SCALE_BLOCK, axis=-2)[..., :r, :]
-    return jnp.repeat(scale, formats.SCALE_BLOCK, axis=-1)[..., :c]
+def values_and_scale(x: ScaledArray) -> tuple[Any, Any]:
+    """Returns the values and their scale, transposing if only the transposed values are stored."""
+    if x.values is None and x.transposed is not None:
+        return x.transposed.mT, x.scale.mT
+    return x.values, x.scale
 
 
 def check_unquantised(op: str, name: str, x: object) -> None:
@@ -165,9 +214,13 @@ def check_scaled_array(op: str, name: str, x: object) -> None:
             f"{op}: {name} must be a ScaledArray; got {checks.short_type(x)}. "
             "Make one with jax_fp8gemm.quantize."
         )
-    checks.check_array(op, f"{name}.values", x.values)
     checks.check_array(op, f"{name}.scale", x.scale)
-    checks.check_scaled(op, name, x.values, x.scale, x.block)
+    if x.values is None and x.transposed is not None:
+        transposed = checks.check_array(op, f"{name}.transposed", x.transposed)
+        checks.check_scaled(op, f"{name}.transposed", transposed, x.scale, x.block)
+    else:
+        values = checks.check_array(op, f"{name}.values", x.values)
+        checks.check_scaled(op, name, values, x.scale, x.block)
     if x.transposed is None:
         return
     *batch, r, c = x.shape

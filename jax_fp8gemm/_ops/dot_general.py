@@ -31,7 +31,7 @@ def dot_general(
     preferred_element_type: Any = None,
     *,
     out_sharding: Any = None,
-    recipe: Recipe = DEEPSEEK_V3,
+    recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
     **kwargs: Any,
 ) -> Float[Array, ...]:
@@ -79,7 +79,7 @@ def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
             [tuple(map(operator.index, dims)) for dims in pair] for pair in dimension_numbers
         )
-    except (TypeError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):  # what unpacking anything raises
         raise TypeError(
             f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
             f"batch)), each a sequence of ints; got {checks.short_repr(dimension_numbers)}"

@@ -18,7 +18,7 @@ from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised, define_method
 from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
@@ -35,7 +35,7 @@ def matmul(
     lhs: Float[Array, "*batch m k"],
     rhs: Float[Array, "*batch k n"] | ScaledArray,
     *,
-    recipe: Recipe = DEEPSEEK_V3,
+    recipe: Recipe | str = DEEPSEEK_V3,
     precision: Any = None,
     preferred_element_type: Any = None,
     implementation: Implementation = None,
@@ -51,9 +51,11 @@ def matmul(
       lhs: (..., m, k) or (k,), bf16, f16 or f32. Integers are cast to the dtype of rhs, if that is
         one of these. Without x64, f64 of NumPy becomes f32, as in JAX.
       rhs: (..., k, n) or (k,), like lhs. Or a ScaledArray (k, n) with block (128, 128), quantised
-        once for many products. The product uses its format, and it has no gradient. Store
-        `transposed` in it (quantize with_transpose=True), for the product reads that.
-      recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16 or another Recipe.
+        once for many products. The product uses its format, and it has no gradient. The product
+        reads `transposed`, and the gradient of lhs reads `values`. Either is made from the other
+        where it is not stored. So quantise with_transpose="only" if no gradient is taken.
+      recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16, the name of one of these, as
+        "hybrid", or another Recipe.
       precision: None or DEFAULT means FP8. HIGH or HIGHEST, for either operand, means a plain XLA
         dot at that precision; so does a DotAlgorithmPreset of bf16, f16, tf32 or f32,
         or its name.
@@ -117,6 +119,9 @@ def matmul(
         row_spec = PartitionSpec(*batch, None, n)
     out = _broadcast_product(spec, lhs[None], rhs, row_spec)
     return reshard(jnp.squeeze(out, -2), out_spec)
+
+
+define_method(matmul)
 
 
 def _check_batch(op: str, lhs: Any, rhs: Any) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.recipe import DTYPES, REDUCE_DTYPES, Format, Recipe
+from jax_fp8gemm._data.recipe import DTYPES, NAMED, REDUCE_DTYPES, Format, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.precision import XlaPrecision, xla_precision_of
@@ -98,17 +98,31 @@ def shardings_of(lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None) -
     """Returns the shardings of these operands, and out_spec without its unreduced axes."""
     if out_spec is None:
         return Shardings()
-    rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
-    lhs_spec, rhs_spec = (jax.typeof(x).sharding.spec for x in (lhs, rhs))
+    lhs_spec, rhs_spec = jax.typeof(lhs).sharding.spec, type_of(rhs).sharding.spec
     return Shardings(lhs_spec, rhs_spec, PartitionSpec(*out_spec.partitions))
 
 
-def check_recipe(op: str, recipe: Any) -> None:
-    """Raises TypeError unless `recipe` is a Recipe."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"{op}: recipe must be a jax_fp8gemm.Recipe; got {checks.short_repr(recipe)}"
-        )
+def type_of(w: Weights) -> Any:
+    """Returns the type of an array, or that of the values of a ScaledArray, with its sharding."""
+    if not isinstance(w, ScaledArray):
+        return jax.typeof(w)
+    if w.values is not None:
+        return jax.typeof(w.values)
+    sharding = jax.typeof(w.transposed).sharding
+    *batch, c, r = sharding.spec
+    sharding = sharding.update(spec=PartitionSpec(*batch, r, c))
+    return jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
+
+
+def check_recipe(op: str, recipe: Any) -> Recipe:
+    """Returns the recipe, which may be given by its name; raises TypeError unless it is one."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe not in NAMED:
+        names = ", ".join(map(repr, NAMED))
+        got = checks.short_repr(recipe)
+        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe or of {names}; got {got}")
+    return NAMED[recipe]
 
 
 def check_static_args(
@@ -133,7 +147,7 @@ def make_spec(
     op: str, lhs: Any, rhs: Any, recipe: Any, preferred_element_type: Any, implementation: Any
 ) -> ProductSpec:
     """Checks the static arguments; `rhs` is None where it is quantised already."""
-    check_recipe(op, recipe)
+    recipe = check_recipe(op, recipe)
     checks.check_implementation(op, implementation)
     dtypes = {jnp.dtype(x.dtype) for x in (lhs, rhs) if x is not None}
     # bf16, f16 and f32 promote to f32 unless equal.
@@ -163,7 +177,8 @@ def out_spec_of(
     """Returns the PartitionSpec of `xla(lhs, rhs)`, or None where no mesh axis is Explicit."""
     if explicit_mesh((lhs, rhs)) is None:
         return None
-    rhs = rhs.values if isinstance(rhs, ScaledArray) else rhs
+    if isinstance(rhs, ScaledArray):
+        rhs = type_of(rhs) if rhs.values is None else rhs.values
     cast = lambda x: x.astype(dtype)
     # jax.eval_shape would not do: it returns shardings only where all axes are Explicit.
     closed = jax.make_jaxpr(lambda lhs, rhs: xla(cast(lhs), cast(rhs)))(lhs, rhs)

@@ -6,7 +6,7 @@ it. The blocks are those of the DeepSeek-V3 report, section 3.3.2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,11 @@ import numpy as np
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
+from jax_fp8gemm._primitives.quantize import (
+    quantize_in_mode,
+    quantize_transposed,
+    rows_and_columns,
+)
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ def quantize(
     axis: int = -1,
     dtype: Any = jnp.float8_e4m3fn,
     pow2_scale: bool = False,
-    with_transpose: bool = False,
+    with_transpose: bool | Literal["only"] = False,
     implementation: Implementation = None,
 ) -> ScaledArray:
     """Quantises `x` to FP8 with one f32 scale for each block.
@@ -44,8 +48,9 @@ def quantize(
         scale (..., k, ceil(m / 128)), as a contraction over m reads it. Square blocks need -1.
       dtype: float8_e4m3fn or float8_e5m2.
       pow2_scale: whether to round each scale up to a power of two. Scaling is then exact.
-      with_transpose: whether to store the transposed values too, from the same read. Square blocks
-        only.
+      with_transpose: True stores the transposed values too, from the same read. "only" stores
+        them alone: half the memory, for weights of products without a gradient. Either goes with
+        square blocks.
       implementation: None runs the kernel where it can run, and elsewhere the reference, with one
         warning. "cuda" runs the kernel or raises. "xla" runs the reference. The bits are the same.
     Returns:
@@ -61,7 +66,8 @@ def quantize(
     op = "quantize"
     x = arrays.as_array(x)
     checks.check_static(op, block=block, axis=axis)
-    checks.check_bool(op, pow2_scale=pow2_scale, with_transpose=with_transpose)
+    checks.check_bool(op, pow2_scale=pow2_scale)
+    _check_with_transpose(op, with_transpose)
     _check_operand(op, x, dtype, implementation)
     checks.check_block(op, block)
     is_index = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
@@ -80,9 +86,11 @@ def quantize(
             f"{op}: with_transpose must go with block (128, 128); got block {block}. "
             "For 1x128 blocks along k and along m use quantize_both."
         )
+    args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
+    if isinstance(with_transpose, str):
+        return quantize_transposed(x, **args).T
     square = "block_both" if with_transpose else "block"
     mode = square if block == (128, 128) else {-1: "row", -2: "column"}[axis]
-    args = QuantizeArgs(dtype=dtype, pow2_scale=pow2_scale, implementation=implementation)
     (quantized,) = quantize_in_mode(x, mode, **args)
     return _batch_first(quantized) if mode == "column" else quantized
 
@@ -115,6 +123,14 @@ def quantize_both(
 def _batch_first(columns: ScaledArray) -> ScaledArray:
     """Transposes columns (k, ..., m) to (..., k, m)."""
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), columns) if columns.ndim > 2 else columns
+
+
+def _check_with_transpose(op: str, with_transpose: Any) -> None:
+    checks.check_static(op, with_transpose=with_transpose)
+    is_only = isinstance(with_transpose, str) and with_transpose == "only"
+    if not is_only and not isinstance(with_transpose, bool | np.bool_):
+        got = checks.short_repr(with_transpose)
+        raise TypeError(f"{op}: with_transpose must be True, False or 'only'; got {got}")
 
 
 def _check_operand(op: str, x: Any, dtype: Any, implementation: Any) -> None:

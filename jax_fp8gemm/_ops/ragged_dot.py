@@ -21,6 +21,7 @@ from jax_fp8gemm._ops.product_spec import (
     Weights,
     check_static_args,
     out_spec_of,
+    type_of,
     with_shardings,
 )
 from jax_fp8gemm._ops.ragged_product import ragged_product
@@ -42,7 +43,7 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Int[Array, " 1"] | None = None,
     *,
-    recipe: Recipe = DEEPSEEK_V3,
+    recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> Float[Array, "m n"]:
@@ -57,8 +58,7 @@ def ragged_dot(
     Args:
       lhs: (m, k) bf16, f16 or f32, rows sorted by group. It may hold integers, as for matmul.
       rhs: (g, k, n), like lhs. Or a ScaledArray (g, k, n) with block (128, 128), quantised once for
-        many products. It has no gradient. Store `transposed` in it (quantize with_transpose=True),
-        for the product reads that.
+        many products. It has no gradient. Which orientation to store is as for matmul.
       group_sizes: (g,) integers. A negative size counts as 0. A group that would end past row m
         ends there. Rows past the sum are zero in the result and in the gradient, whatever lhs
         holds there.
@@ -121,7 +121,7 @@ def _out_spec(
     """
     if out_sharding is not None:
         return getattr(out_sharding, "spec", out_sharding)
-    aval = jax.typeof(rhs.values if isinstance(rhs, ScaledArray) else rhs)
+    aval = type_of(rhs)
     sharding = aval.sharding.update(spec=PartitionSpec(*aval.sharding.spec[1:]))
     matrix = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, sharding=sharding)
     return out_spec_of(jnp.matmul, spec.out_dtype, lhs, matrix)

@@ -50,7 +50,7 @@ def ragged_dot_general(
     preferred_element_type: Any = None,
     group_offset: Int[Array, " 1"] | None = None,
     *,
-    recipe: Recipe = DEEPSEEK_V3,
+    recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> Float[Array, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.recipe import Format
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array, values_and_scale
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import undifferentiable
@@ -45,16 +45,23 @@ def without_gradient(op: str, name: str, w: Weights) -> Weights:
 def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:
     """Returns the quantised transpose of `w`, the operand of a product without a gradient."""
     if isinstance(w, ScaledArray):
-        return w.T
+        return _with_values(w.T)
     return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
 
 
 def both_ways(spec: ProductSpec, fmt: Format | None, w: Weights) -> tuple[ScaledArray, ScaledArray]:
     """Returns `w` and its transpose, quantised.
 
-    An array is quantised in the format `fmt`, and read once for both.
+    An array is quantised in the format `fmt`, and read once for both. The first result may hold
+    transposed values only, those of the second: a backward pass that reads it transposes them.
     """
     if not isinstance(w, ScaledArray):
         args = quantize_args(spec, fmt)
         w = quantize(w, block=spec.recipe.rhs_block, with_transpose=True, **args)
-    return ScaledArray(w.values, w.scale, None, w.block), w.T
+    kept = None if w.values is not None else w.transposed
+    return ScaledArray(w.values, w.scale, kept, w.block), _with_values(w.T)
+
+
+def _with_values(w: ScaledArray) -> ScaledArray:
+    """Returns `w` with its values stored, so that no product has to transpose them."""
+    return ScaledArray(*values_and_scale(w), None, w.block)

@@ -1,6 +1,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,5 +56,32 @@ def test_ops_take_a_recipe_only():
     import jax.numpy as jnp
 
     x = jnp.ones((2, 2))
-    with raises(TypeError, match="matmul: recipe must be a jax_fp8gemm.Recipe; got 'fp8'"):
+    with raises(TypeError, match="matmul: recipe must be a jax_fp8gemm.Recipe or .*; got 'fp8'"):
         jax_fp8gemm.matmul(x, x, recipe="fp8")
+
+
+@pytest.mark.parametrize(
+    "name, recipe",
+    [
+        ("deepseek_v3", jax_fp8gemm.DEEPSEEK_V3),
+        ("hybrid", jax_fp8gemm.HYBRID),
+        ("bf16", jax_fp8gemm.BF16),
+    ],
+)
+def test_a_recipe_may_be_named(name, recipe):
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    experts = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 4, 4), x.dtype)
+    sizes = jnp.asarray([2, 2])
+    calls = {
+        "matmul": lambda x, *_, recipe: jax_fp8gemm.matmul(x, x, recipe=recipe),
+        "ragged_dot": lambda x, w, _, recipe: jax_fp8gemm.ragged_dot(x, w, sizes, recipe=recipe),
+        "moe_mlp": lambda *args, recipe: jax_fp8gemm.moe.moe_mlp(*args, sizes, recipe=recipe),
+        "moe_layer": lambda x, *w, recipe: jax_fp8gemm.moe.moe_layer(
+            x, x[:, :2], *w, top_k=1, recipe=recipe
+        ),
+    }
+    for call in calls.values():
+        loss = lambda recipe, call=call: jax.make_jaxpr(
+            jax.grad(lambda *args: call(*args, recipe=recipe).sum())
+        )(x, *experts)
+        assert str(loss(name)) == str(loss(recipe))

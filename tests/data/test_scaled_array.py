@@ -36,18 +36,35 @@ def test_shape_dtype_ndim_are_those_of_the_values():
     q = quantize(jnp.asarray(random((130, 257))), dtype=jnp.float8_e5m2)
     assert (q.shape, q.dtype, q.ndim) == ((130, 257), jnp.float8_e5m2, 2)
     assert repr(q) == "ScaledArray(values=f8e5m2[130,257], scale=f32[130,3], block=(1, 128))"
+    turned = quantize(jnp.asarray(random((130, 257))), block=SQUARE).T
+    stored = "transposed=f8e4m3fn[130,257], scale=f32[2,3]"
+    assert repr(turned) == f"ScaledArray({stored}, block=(128, 128))"
+    assert (turned.shape, turned.dtype, turned.ndim) == ((257, 130), jnp.float8_e4m3fn, 2)
 
 
-@pytest.mark.parametrize("with_transpose", [False, True])
+@pytest.mark.parametrize("with_transpose", [False, True, "only"])
 def test_transpose_of_square_blocks_is_exact(with_transpose):
-    x = random((130, 257))
+    x = random((2, 130, 257))
     q = quantize(jnp.asarray(x), block=SQUARE, with_transpose=with_transpose)
-    values, scale = reference.quantize(x.T, SQUARE)
-    reference.assert_same_bits(q.T.values, values)
-    reference.assert_same_bits(q.T.scale, scale)
-    assert q.T.block == SQUARE
-    np.testing.assert_array_equal(q.T.dequantize(), q.dequantize().T)
-    reference.assert_same_bits(q.T.T.values, q.values)
+    assert (q.T.block, q.T.shape, q.T.ndim, q.T.dtype) == (SQUARE, (2, 257, 130), 3, q.dtype)
+    # Either orientation, of q and of its transpose, holds what quantising that orientation gives.
+    for stored, truth in ((q, x), (q.T, x.mT)):
+        values, scale = reference.quantize(truth, SQUARE)
+        exact = reference.dequantize(values, scale, SQUARE).astype(np.float32)
+        np.testing.assert_array_equal(stored.dequantize(), exact)
+        if stored.values is not None:
+            reference.assert_same_bits(stored.values, values)
+            reference.assert_same_bits(stored.scale, scale)
+        if stored.transposed is not None:
+            reference.assert_same_bits(stored.transposed, values.mT)
+    assert (q.values is None) == (with_transpose == "only")
+    assert (q.transposed is None) == (with_transpose is False)
+
+
+@pytest.mark.parametrize("with_transpose", [False, "only"])
+def test_transpose_of_one_stored_orientation_moves_nothing(with_transpose):
+    q = quantize(jnp.asarray(random((130, 257))), block=SQUARE, with_transpose=with_transpose)
+    assert q.T.values is q.transposed and q.T.transposed is q.values and q.T.scale is q.scale
 
 
 def test_transpose_of_row_blocks_raises():
@@ -73,10 +90,10 @@ def test_passes_through_jit_vmap_and_scan():
     np.testing.assert_array_equal(scanned, expected)
 
 
-@pytest.mark.parametrize("with_transpose", [False, True])
+@pytest.mark.parametrize("with_transpose", [False, True, "only"])
 def test_exported_functions_take_and_return_it(with_transpose):
     q = quantize(jnp.asarray(random((130, 257))), block=SQUARE, with_transpose=with_transpose)
-    function = jax.jit(lambda q: (q.T if with_transpose else q, quantize(q.dequantize())))
+    function = jax.jit(lambda q: (q.T, quantize(q.dequantize())))
     exported = jax.export.export(function)(q)
     again = jax.export.deserialize(exported.serialize())
     found, expected = again.call(q), function(q)
@@ -117,6 +134,16 @@ def test_rounding_survives_a_jit_that_dequantises():
             r"x.transposed must be None, or f8e4m3fn\[256,4\] with block \(128, 128\)",
         ),
         (lambda v, s: ScaledArray(None, s), TypeError, "x.values must be an array; got NoneType"),
+        (
+            lambda v, s: ScaledArray(None, s, v),
+            ValueError,
+            r"x.transposed must be None, .*; got f8e4m3fn\[4,256\] with block \(1, 128\)",
+        ),
+        (
+            lambda v, s: ScaledArray(None, s, v, SQUARE),
+            ValueError,
+            r"x.transposed_scale must be f32\[1,2\] .* of x.transposed f8e4m3fn\[4,256\]",
+        ),
     ],
 )
 def test_broken_invariants_are_told_where_used(make, error, message):

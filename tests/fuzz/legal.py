@@ -78,8 +78,9 @@ _QUANTIZE = ("dtype", "pow2_scale", "implementation")
 
 def _quantize(draw: Draw):
     x = draw.floats(*draw.extents(int(draw.rng.integers(2, 4))))
-    how = [{}, dict(axis=-2), dict(block=(128, 128)), dict(block=(128, 128), with_transpose=True)]
-    return [x], how[draw.rng.integers(4)] | draw.options(*_QUANTIZE)
+    square = [dict(block=(128, 128), with_transpose=how) for how in (False, True, "only")]
+    how = [{}, dict(axis=-2), *square]
+    return [x], how[draw.rng.integers(len(how))] | draw.options(*_QUANTIZE)
 
 
 def _quantize_ragged(draw: Draw):
@@ -133,7 +134,8 @@ def _moe_layer(draw: Draw):
         router = pools.struct((m, 1), jnp.int32), draw.floats(m, 1)
     else:
         router, options = draw.floats(m, 2), options | dict(top_k=1)
-        options |= draw.options("normalize", "scoring")
+        options |= draw.options("normalize", "scoring", "scale", "return_load")
+        options |= dict(bias=draw.floats(2)) if draw.rng.random() < 0.5 else {}
     return [draw.floats(m, d), router, *_experts(draw, d)], options
 
 
@@ -150,7 +152,10 @@ def _unpermute(draw: Draw):
 
 def _route(draw: Draw):
     m, e = draw.extents(2, smallest=1)
-    return [draw.floats(m, e), 1], draw.options("normalize", "scoring")
+    options = draw.options("normalize", "scoring", "scale", "return_load")
+    if draw.rng.random() < 0.5:
+        options |= dict(bias=draw.floats(e), n_group=1, topk_group=1)
+    return [draw.floats(m, e), 1], options
 
 
 CALLS: dict[str, Callable[[Draw], tuple[list[Any], dict[str, Any]]]] = {

@@ -97,6 +97,8 @@ OPTIONS = {
     "out_dtype": (jnp.float32, jnp.bfloat16),
     "pow2_scale": (True, False),
     "normalize": (True, False),
-    "scoring": ("softmax", "sigmoid"),
+    "scoring": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "scale": (1.0, 2.5),
+    "return_load": (True, False),
     "capacity_factor": (None, 1.0, 2, math.inf),
 }

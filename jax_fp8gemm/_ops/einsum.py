@@ -1,0 +1,80 @@
+"""einsum: jnp.einsum of two operands in FP8, by dot_general."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._data.devices import naming_devices
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._ops.dot_general import dot_general
+from jax_fp8gemm._ops.product_spec import check_static_args
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@naming_devices
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, ...],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    recipe: Recipe | str = DEEPSEEK_V3,
+    implementation: Implementation = None,
+    out_sharding: Any = None,
+) -> Float[Array, ...]:
+    """Contracts two arrays as jnp.einsum does, in FP8 with f32 accumulation.
+
+    jnp.einsum maps the subscripts to one dot_general, and transposes and sums around it. Batch
+    dimensions take one product for each element. It is differentiable once, in reverse mode.
+
+    Args:
+      subscripts: as for jnp.einsum, "bsd,dnh->bsnh" or with an ellipsis.
+      operands: two arrays, as for `dot_general`.
+      precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
+    Returns:
+      The array that the subscripts say.
+    Raises:
+      TypeError: subscripts is no text, there are not two operands, or a dtype is wrong.
+      ValueError: precision, implementation, out_sharding, or subscripts that do not fit the
+        operands, in the words of jnp.einsum.
+      NotImplementedError: a second derivative is taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
+    """
+    op = "einsum"
+    if not isinstance(subscripts, str):
+        raise TypeError(
+            f"{op}: subscripts must be text, as 'mk,kn->mn'; got {checks.short_repr(subscripts)}"
+        )
+    if len(operands) != 2:
+        raise TypeError(
+            f"{op}: operands must be two arrays; got {len(operands)}. Contract two at a time: "
+            "jnp.einsum_path finds an order."
+        )
+    lhs, rhs = arrays.match_floats(*map(arrays.as_array, operands))
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        check_unquantised(op, name, x)
+    spec = check_static_args(
+        op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
+    )
+    return jnp.einsum(
+        subscripts,
+        lhs,
+        rhs,
+        precision=precision,
+        preferred_element_type=spec.out_dtype,
+        out_sharding=out_sharding,
+        _dot_general=_product(spec.recipe, implementation),
+    )
+
+
+# NOTE: jnp.einsum is compiled for each function that it is given, and compares them by identity.
+@functools.cache
+def _product(recipe: Recipe, implementation: Implementation) -> Any:
+    return functools.partial(dot_general, recipe=recipe, implementation=implementation)

@@ -1,0 +1,43 @@
+"""Policies of jax.checkpoint that know the products of this package. docs/remat.md compares them.
+
+JAX's own dots_saveable looks for its own primitives. It saves nothing of ours, and the backward
+pass then computes each forward product again. Each policy here is a function, as those of
+jax.checkpoint_policies are, and jax.checkpoint_policies.save_from_both_policies joins two.
+
+    save_products                     results of our products
+    save_quantized                    what our products keep for their gradients, FP8 and scales
+    dots_saveable                     JAX's policy of this name, and results of our products
+    dots_with_no_batch_dims_saveable  JAX's policy of this name, and results of our products that
+                                      have no batch dimensions; a group of rows is none
+
+`save_quantized` saves the operands of gradients. Results that the backward pass of other ops needs
+are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES
+from jax_fp8gemm._primitives.gemm_dims import num_batch_dims
+
+_LHS, _RHS, _OUT = CHECKPOINT_NAMES
+_jax = jax.checkpoint_policies
+
+save_products = _jax.save_only_these_names(_OUT)
+save_quantized = _jax.save_only_these_names(_LHS, _RHS)
+dots_saveable = _jax.save_from_both_policies(_jax.dots_saveable, save_products)
+
+
+def _is_product_without_batch_dims(primitive: Primitive, *operands: Any, **params: Any) -> bool:
+    if primitive.name == "jax_fp8gemm_gemm":
+        return num_batch_dims(operands[2], params["num_k_dims"]) == 0
+    return primitive.name in ("jax_fp8gemm_grouped_gemm", "jax_fp8gemm_grouped_wgrad")
+
+
+dots_with_no_batch_dims_saveable = _jax.save_from_both_policies(
+    _jax.dots_with_no_batch_dims_saveable, _is_product_without_batch_dims
+)

@@ -1,0 +1,132 @@
+"""What each policy of jax.checkpoint saves of our products, and how many products run again."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
+from jax.sharding import AxisType
+from matmul_cases import saved_residuals
+from meshes import mesh
+
+from jax_fp8gemm import checkpoint_policies, dot_general, matmul, ragged_dot
+from jax_fp8gemm.moe import moe_layer
+
+M = K = 256
+DIMS = (((1,), (0,)), ((), ()))
+SIZES = jnp.asarray((100, 156), jnp.int32)
+PRODUCTS = (
+    *("dot_general", "ragged_dot_general"),
+    *("jax_fp8gemm_gemm", "jax_fp8gemm_grouped_gemm", "jax_fp8gemm_grouped_wgrad"),
+)
+LAYERS, DLHS, DRHS = 4, 3, 4  # of the first layer no gradient of x is wanted
+AGAIN = LAYERS - 1  # the result of the last product is the output
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def batched(product):
+    return lambda x, w: product(x.reshape(2, M // 2, K), w).reshape(M, K)
+
+
+MATRIX, MATRICES = [struct(K, K)] * LAYERS, [struct(2, K, K)] * LAYERS
+EXPERTS = [(struct(8, K, 2 * K), struct(8, K, K))] * (LAYERS // 2)  # two products each
+layer = lambda x, w, **how: moe_layer(x, x[:, :8], *w, top_k=2, **how)
+OURS = {
+    "matmul": (matmul, MATRIX),
+    "dot_general": (partial(dot_general, dimension_numbers=DIMS), MATRIX),
+    "batch": (batched(matmul), MATRICES),
+    "ragged_dot": (partial(ragged_dot, group_sizes=SIZES), MATRICES),
+    "moe_layer": (layer, EXPERTS),
+    "expert_axis": (partial(layer, expert_axis="x"), EXPERTS),
+}
+JAX = {"matmul": (jnp.matmul, MATRIX), "batch": (batched(jnp.matmul), MATRICES)}
+
+
+def model(product, policy):
+    """Four products with an activation before each, under jax.checkpoint."""
+
+    @partial(jax.checkpoint, policy=policy)
+    def run(weights, x):
+        for w in weights:
+            x = product(jax.nn.silu(x), w)
+        return x
+
+    return run
+
+
+def num_products(product, weights, policy):
+    """The number of products that value and gradient take."""
+    loss = lambda weights, x: model(product, policy)(weights, x).astype(jnp.float32).sum()
+    with jax.set_mesh(mesh(AxisType.Auto)):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(weights, struct(M, K)).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return _count(jaxpr)
+
+
+def _count(jaxpr):
+    inner = [jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_in_params(eqn.params)]
+    return sum(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) + sum(map(_count, inner))
+
+
+ONCE = LAYERS + DLHS + DRHS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_product_runs_again_where_its_result_is_saved(name):
+    policies = checkpoint_policies
+    for policy in (policies.save_products, policies.dots_saveable):
+        assert num_products(*OURS[name], policy) == ONCE
+    expected = ONCE + AGAIN if name == "batch" else ONCE
+    assert num_products(*OURS[name], policies.dots_with_no_batch_dims_saveable) == expected
+
+
+@pytest.mark.parametrize("name", ["matmul", "dot_general", "batch"])
+@pytest.mark.parametrize("policy", ["dots_saveable", "dots_with_no_batch_dims_saveable"])
+def test_as_many_products_as_in_bf16_under_the_policy_of_jax(name, policy):
+    expected = num_products(
+        *JAX["batch" if name == "batch" else "matmul"], getattr(jax.checkpoint_policies, policy)
+    )
+    assert num_products(*OURS[name], getattr(checkpoint_policies, policy)) == expected
+    # The reason for these policies. If JAX's own know our products one day, they may go.
+    theirs = num_products(*OURS[name], getattr(jax.checkpoint_policies, policy))
+    assert theirs == ONCE + AGAIN
+
+
+def test_a_product_of_jax_is_saved_as_well():
+    for policy in ("dots_saveable", "dots_with_no_batch_dims_saveable"):
+        assert num_products(*JAX["matmul"], getattr(checkpoint_policies, policy)) == ONCE
+
+
+OUT = f"bf16[{M},{K}]"
+LHS = f"f8e4m3fn[{K},{M}]", f"f32[{K},{M // 128}]"
+RHS = f"f8e4m3fn[{K},{K}]", f"f32[{K // 128},{K // 128}]"
+
+
+@pytest.mark.parametrize(
+    "name, saved",
+    [
+        ("save_products", [OUT] * AGAIN),
+        ("dots_saveable", [OUT] * AGAIN),
+        ("dots_with_no_batch_dims_saveable", [OUT] * AGAIN),
+        ("save_quantized", [*LHS, *RHS] * LAYERS),
+    ],
+)
+def test_what_a_policy_saves(name, saved):
+    run = model(matmul, getattr(checkpoint_policies, name))
+    found = saved_residuals(lambda x, *weights: run(weights, x), struct(M, K), *MATRIX)
+    assert found == sorted(saved)
+
+
+def test_policies_join():
+    policies = checkpoint_policies
+    both = jax.checkpoint_policies.save_from_both_policies(
+        policies.save_products, policies.save_quantized
+    )
+    run = model(matmul, both)
+    found = saved_residuals(lambda x, *weights: run(weights, x), struct(M, K), *MATRIX)
+    assert found == sorted([OUT] * AGAIN + [*LHS, *RHS] * LAYERS)
