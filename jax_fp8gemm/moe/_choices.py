@@ -26,10 +26,18 @@ def sort_choices(
     """
     expert = indices.reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    group_sizes = jnp.sum(expert[:, None] == experts[None], axis=0, dtype=jnp.int32)
+    group_sizes = count_choices(expert, num_experts)
     choice = jnp.argsort(expert, stable=True).astype(jnp.int32)
     return group_sizes, choice, inverse(choice).reshape(indices.shape)
+
+
+def count_choices(
+    indices: Int32[Array, "*choices"], num_experts: int
+) -> Int32[Array, " num_experts"]:
+    """Returns how many choices name each expert. A choice of no expert counts nowhere."""
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    is_choice = indices.reshape(-1)[:, None] == experts[None]
+    return jnp.sum(is_choice, axis=0, dtype=jnp.int32)
 
 
 def limit(

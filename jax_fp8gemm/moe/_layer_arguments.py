@@ -15,21 +15,23 @@ from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._options import OP
-from jax_fp8gemm.moe._route import check_scoring
+from jax_fp8gemm.moe._routing import Routing, as_top_k, check_bias, check_types, fit
 
 
 def check_options(
-    router: Any, top_k: Any, scoring: Any, normalize: Any, capacity_factor: Any
+    router: Any, top_k: Any, routing: Routing, bias: Any, return_load: Any, capacity_factor: Any
 ) -> None:
     """Raises unless the static arguments are of the right types and go together."""
     checks.check_static(OP, top_k=top_k, capacity_factor=capacity_factor)
-    checks.check_bool(OP, normalize=normalize)
-    if isinstance(router, tuple | list) and (scoring != "softmax" or not normalize):
+    checks.check_bool(OP, return_load=return_load)
+    check_types(OP, routing)
+    given = routing.changes() | ({} if bias is None else dict(bias=bias))
+    if isinstance(router, tuple | list) and given:
+        got = ", ".join(f"{name} {checks.short_repr(value)}" for name, value in given.items())
         raise ValueError(
-            f"{OP}: scoring and normalize must go with router logits; got scoring "
-            f"{checks.short_repr(scoring)}, normalize {normalize} with (indices, weights)"
+            f"{OP}: {', '.join(given)} must go with router logits; "
+            f"got {got} with (indices, weights)"
         )
-    check_scoring(OP, scoring)
     if capacity_factor is None:
         return
     if not isinstance(capacity_factor, numbers.Real) or isinstance(capacity_factor, bool):
@@ -51,6 +53,16 @@ def check_mesh(expert_axis: Any, exchange: Any, mesh: Any) -> None:
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
         raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
+
+
+def fit_routing(
+    router: Router, top_k: Any, routing: Routing, bias: Any
+) -> tuple[int, Routing, jax.Array | None]:
+    """Returns the arguments of a router that is folded, checked against it."""
+    if isinstance(router, tuple):
+        return router[0].shape[1], routing, None
+    top_k = as_top_k(OP, top_k, router)
+    return top_k, fit(OP, routing, top_k, router), check_bias(OP, bias, router.shape[1])
 
 
 def fold_router(router: Any, x: Any, top_k: int | None) -> Router:

@@ -43,7 +43,7 @@ def local_layer(
     x, w_gate_up, w_down = operands.x, operands.w_gate_up, operands.w_down
     recipe, implementation = options.recipe, options.implementation
     check_num_experts(OP, w_gate_up.shape[0], w_gate_up)
-    specs = make_specs(OP, x, w_gate_up, w_down, recipe, implementation)
+    specs = make_specs(OP, x, w_gate_up, w_down, recipe, implementation, options.activation)
     if not recipe.is_fused:
         return _unfused_layer(options, operands, max_rows)
     operands = _settled(operands)
@@ -54,8 +54,16 @@ def local_layer(
 def _unfused_layer(options: LayerOptions, operands: Operands, max_rows: int | None) -> jax.Array:
     w_gate_up, w_down = operands.w_gate_up, operands.w_down
     rows, group_sizes, order = permute(operands.x, operands.indices, w_gate_up.shape[0])
-    run = partial(moe_mlp, recipe=options.recipe, implementation=options.implementation)
-    out = run(rows[:max_rows], w_gate_up, w_down, group_sizes)
+    out = moe_mlp(
+        rows[:max_rows],
+        w_gate_up,
+        w_down,
+        group_sizes,
+        biases=operands.biases,
+        activation=options.activation,
+        recipe=options.recipe,
+        implementation=options.implementation,
+    )
     out = jnp.pad(out, ((0, rows.shape[0] - out.shape[0]), (0, 0)))
     return unpermute(out, order, operands.weights)
 
@@ -65,8 +73,9 @@ def _settled(operands: Operands) -> Operands:
     w_gate_up, w_down = without_gradients(OP, operands.w_gate_up, operands.w_down)
     whole = lambda x: replicate(OP, jnp.asarray(x))
     x, indices, weights = map(whole, (operands.x, operands.indices, operands.weights))
-    w_gate_up, w_down = jax.tree.map(lambda w: settle(OP, jnp.asarray(w)), (w_gate_up, w_down))
-    return Operands(*match_varying(x, indices, weights, w_gate_up, w_down))
+    settled = lambda tree: jax.tree.map(lambda w: settle(OP, jnp.asarray(w)), tree)
+    w_gate_up, w_down, biases = map(settled, (w_gate_up, w_down, operands.biases))
+    return Operands(*match_varying(x, indices, weights, w_gate_up, w_down, biases))
 
 
 class Rows(NamedTuple):
@@ -110,7 +119,7 @@ def _layer(specs: Specs, operands: Operands) -> jax.Array:
     rows = _rows(operands)
     args = quantize_args(specs.into, specs.into.recipe.fwd)
     (copies,) = gather_quantize(operands.x, rows.token, None, *rows.groups, mode="row", **args)
-    w = products.transposed_weights(specs, operands.w_gate_up, operands.w_down)
+    w = products.transposed_weights(specs, operands.w_gate_up, operands.w_down, operands.biases)
     out, _ = products.forward(specs, copies, w, rows.groups, is_differentiated=False)
     return _add_up(out, rows, operands.weights)
 
@@ -119,7 +128,9 @@ def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
     rows = _rows(operands)
     fmt = specs.into.recipe.fwd
     copies, x_columns = _copy_and_quantize(specs.into, fmt, operands.x, rows, None)
-    experts, w = products.weights_both_ways(specs, operands.w_gate_up, operands.w_down)
+    experts, w = products.weights_both_ways(
+        specs, operands.w_gate_up, operands.w_down, operands.biases
+    )
     out, residuals = products.forward(specs, copies, w, rows.groups, is_differentiated=True)
     x_columns = name_residual("lhs", x_columns)
     kept = Kept(x_columns, residuals, experts, out, rows, operands.weights)
@@ -134,11 +145,12 @@ def _layer_bwd(specs: Specs, kept: Kept, dout: jax.Array) -> tuple[Operands]:
     fmt = specs.into.recipe.bwd
     douts, dout_columns = _copy_and_quantize(specs.down, fmt, dout, rows, weight_of_rows)
     columns = products.Columns(kept.x_columns, dout_columns)
-    dx, dw_gate_up, dw_down = products.backward(
-        specs, kept.residuals, kept.experts, douts, columns, rows.groups
+    dout_of_rows = lambda: take_rows(dout, rows.token).astype(jnp.float32) * weight_of_rows[:, None]
+    dx, *gradients = products.backward(
+        specs, kept.residuals, kept.experts, douts, columns, rows.groups, dout_of_rows
     )
     dx = sum_of_rows(dx, rows.order, None).astype(dx.dtype)
-    return (Operands._make((dx, None, dweights.astype(weights.dtype), dw_gate_up, dw_down)),)
+    return (Operands._make((dx, None, dweights.astype(weights.dtype), *gradients)),)
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)

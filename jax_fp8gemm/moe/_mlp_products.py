@@ -5,7 +5,7 @@ cotangent dout (m, d), with w_gate_up (g, d, 2 f) and w_down (g, f, d). Brackets
 blocks of each operand along the contraction. The right column names the kernel.
 
     gate_up       = x   [1x128 along d]    . w_gate_up[i] [128x128]              1d2d
-    h             = silu(gate) * up                                              swiglu_quantize.py
+    h             = act(gate) * up                                               swiglu_quantize.py
     out           = h   [1x128 along f]    . w_down[i]    [128x128]              1d2d
 
     dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d
@@ -13,6 +13,8 @@ blocks of each operand along the contraction. The right column names the kernel.
     dx            = da  [1x128 along 2 f]  . w_gate_up[i]^T [128x128]            1d2d
     dw_down[i]    = h^T [1x128 along tokens] . dout [1x128 along tokens]         1d1d
     dw_gate_up[i] = x^T [1x128 along tokens] . da   [1x128 along tokens]         1d1d
+
+With biases, b_gate_up[i] is added to gate_up and b_down[i] to out (_biases.py).
 
 dh and dx read the same quantised values of the weights as out and gate_up do. Of all activations
 only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32.
@@ -23,25 +25,31 @@ the layer on one device; moe/_parallel/turn.py does so for the layer on many.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed
+from jax_fp8gemm._primitives.gated import gated_grad
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
+from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
+from jax_fp8gemm.moe._biases import Biases, add_bias, as_biases, sum_of_groups
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._operands import Weights
 
 
 class Experts(NamedTuple):
-    """The quantised weights of all experts; the forward pass takes them transposed."""
+    """The quantised weights of all experts, which the forward pass takes transposed; the biases."""
 
     gate_up: ScaledArray
     down: ScaledArray
+    biases: Biases | None
 
 
 class Columns(NamedTuple):
@@ -62,22 +70,28 @@ class Residuals(NamedTuple):
     gate_up: jax.Array
 
 
-def transposed_weights(specs: Specs, w_gate_up: Weights, w_down: Weights) -> Experts:
+def transposed_weights(
+    specs: Specs, w_gate_up: Weights, w_down: Weights, biases: Biases | None
+) -> Experts:
     """Returns the transposed weights, which a forward pass without a gradient reads."""
-    return Experts(transposed(specs.into, w_gate_up), transposed(specs.down, w_down))
+    return Experts(transposed(specs.into, w_gate_up), transposed(specs.down, w_down), biases)
 
 
-def weights_both_ways(specs: Specs, w_gate_up: Weights, w_down: Weights) -> tuple[Experts, Experts]:
+def weights_both_ways(
+    specs: Specs, w_gate_up: Weights, w_down: Weights, biases: Biases | None
+) -> tuple[Experts, Experts]:
     """Returns the weights for the backward pass, and transposed for the forward pass."""
-    into, down = specs
+    into, down = specs.into, specs.down
     fmt = into.recipe.fwd
-    kept, transposed = map(Experts, both_ways(into, fmt, w_gate_up), both_ways(down, fmt, w_down))
+    pairs = both_ways(into, fmt, w_gate_up), both_ways(down, fmt, w_down)
+    kept, transposed = (Experts(*pair, biases) for pair in zip(*pairs, strict=True))
     return name_residual("rhs", kept), transposed
 
 
 def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
     """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
-    return gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
+    gate_up = gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
+    return gate_up if w.biases is None else add_bias(gate_up, w.biases.gate_up, groups)
 
 
 def down_product(
@@ -86,8 +100,12 @@ def down_product(
     """Returns out (m, d), by transposed weights, and if with_columns the columns of h."""
     down = specs.down
     args = quantize_args(down, down.recipe.fwd)
-    h, h_columns = swiglu_quantize(gate_up, *groups, with_columns=with_columns, **args)
-    return gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out), h_columns
+    activation = specs.activation
+    h, h_columns = swiglu_quantize(
+        gate_up, *groups, activation=activation, with_columns=with_columns, **args
+    )
+    out = gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
+    return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
 
 
 def hidden_gradient(specs: Specs, douts: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
@@ -102,8 +120,10 @@ def row_gradient(
     """Returns dx (m, d), and the columns of da if w_gate_up has a gradient."""
     into = specs.into
     args = quantize_args(into, into.recipe.bwd)
-    with_columns = into.rhs_dtype is not None
-    da, da_columns = swiglu_grad_quantize(gate_up, dh, *groups, with_columns=with_columns, **args)
+    activation, with_columns = specs.activation, into.rhs_dtype is not None
+    da, da_columns = swiglu_grad_quantize(
+        gate_up, dh, *groups, activation=activation, with_columns=with_columns, **args
+    )
     with jax.named_scope("dlhs"):
         dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
     return dx, da_columns
@@ -117,6 +137,19 @@ def weight_gradient(
         return None
     with jax.named_scope("drhs"):
         return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups.sizes, spec.shardings.rhs)
+
+
+def bias_gradients(
+    specs: Specs, gate_up: jax.Array, dh: jax.Array, dout: jax.Array, groups: Groups
+) -> Biases:
+    """Returns the f32 gradients of the biases, from the rows of dout (m, d)."""
+
+    def run(gate_up: jax.Array, dh: jax.Array, dout: jax.Array, groups: Groups):
+        da = gated_grad(gate_up, dh, specs.activation)
+        return sum_of_groups(da, groups), sum_of_groups(dout, groups)
+
+    whole = lambda: (PartitionSpec(), PartitionSpec())
+    return Biases(*with_auto_axes(run, (gate_up, dh, dout, groups), whole))
 
 
 def forward(
@@ -139,11 +172,18 @@ def backward(
     douts: ScaledArray,
     columns: Columns,
     groups: Groups,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns dx, dw_gate_up and dw_down, from quantised rows of dout and the columns."""
+    dout: Callable[[], jax.Array],
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Biases | None]:
+    """Returns dx, dw_gate_up, dw_down and dbiases, from quantised rows of dout and the columns.
+
+    dout() returns the rows unquantised, from which the gradients of biases are computed.
+    """
     h_columns, gate_up = residuals
     dh = hidden_gradient(specs, douts, w, groups)
     dx, da_columns = row_gradient(specs, gate_up, dh, w, groups)
     dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
     dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)
-    return dx, dw_gate_up, dw_down
+    if w.biases is None:
+        return dx, dw_gate_up, dw_down, None
+    dbiases = bias_gradients(specs, gate_up, dh, dout(), groups)
+    return dx, dw_gate_up, dw_down, as_biases(dbiases, w.biases)

@@ -8,6 +8,7 @@ import jax
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
@@ -24,7 +25,7 @@ from jax_fp8gemm.moe._operands import Weights
 
 
 class Specs(NamedTuple):
-    """The specs of the products with w_gate_up (`into`) and with w_down (`down`).
+    """The specs of the products with w_gate_up (`into`) and w_down (`down`), and the activation.
 
     Both have the same recipe and implementation. A spec whose rhs_dtype is None belongs to weights
     that are quantised already and have no gradient.
@@ -32,6 +33,7 @@ class Specs(NamedTuple):
 
     into: ProductSpec
     down: ProductSpec
+    activation: Activation
 
 
 def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
@@ -71,6 +73,7 @@ def make_specs(
     w_down: Weights,
     recipe: Recipe,
     implementation: Implementation,
+    activation: Activation,
 ) -> Specs:
     """Returns the specs for rows x (m, d), and checks the recipe and the implementation."""
     weight = lambda w: None if isinstance(w, ScaledArray) else w
@@ -79,7 +82,7 @@ def make_specs(
     h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
     down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(op, None, into)
-    return Specs(into, down)
+    return Specs(into, down, activation)
 
 
 def with_operand_shardings(
@@ -92,4 +95,5 @@ def with_operand_shardings(
     return Specs(
         with_shardings(specs.into, x, w_gate_up, spec),
         with_shardings(specs.down, x, w_down, spec),
+        specs.activation,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._data.activation import Activation, check_activation
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
@@ -17,7 +18,14 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import settle
-from jax_fp8gemm.moe._layer_arguments import check_mesh, check_options, fold, fold_router
+from jax_fp8gemm.moe._biases import check_biases
+from jax_fp8gemm.moe._layer_arguments import (
+    check_mesh,
+    check_options,
+    fit_routing,
+    fold,
+    fold_router,
+)
 from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._mlp_specs import check_experts
 from jax_fp8gemm.moe._operands import Inputs, Operands
@@ -27,14 +35,29 @@ from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
 from jax_fp8gemm.moe._permute import check_top_k
-from jax_fp8gemm.moe._route import Scoring, as_top_k
+from jax_fp8gemm.moe._routing import Routing
+from jax_fp8gemm.moe._scoring import Scoring
+from jax_fp8gemm.moe._shared_expert import add_shared_expert, check_shared_expert
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, Int32
 
 
-@naming_devices
+@overload
 def moe_layer(
+    x: Array, router: Any, *weights: Any, return_load: Literal[False] = ..., **options: Any
+) -> Array: ...
+
+
+@overload
+def moe_layer(
+    x: Array, router: Any, *weights: Any, return_load: Literal[True], **options: Any
+) -> tuple[Array, Array]: ...
+
+
+# The overloads are for the result alone.
+@naming_devices
+def moe_layer(  # pyright: ignore[reportInconsistentOverload]
     x: Float[Array, "*batch d"],
     router: Float[Array, "*batch num_experts"]
     | tuple[Int[Array, "*batch top_k"], Float[Array, "*batch top_k"]],
@@ -44,13 +67,24 @@ def moe_layer(
     top_k: int | None = None,
     scoring: Scoring = "softmax",
     normalize: bool = True,
-    recipe: Recipe = DEEPSEEK_V3,
+    bias: Float[Array, " num_experts"] | None = None,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    scale: float = 1.0,
+    return_load: bool = False,
+    biases: tuple[Float[Array, "num_experts two_f"], Float[Array, "num_experts d"]] | None = None,
+    activation: Activation = "silu",
+    shared_expert: tuple[
+        Float[Array, "d two_shared_f"] | ScaledArray, Float[Array, "shared_f d"] | ScaledArray
+    ]
+    | None = None,
+    recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
     expert_axis: AxisName | None = None,
     exchange: Name | None = None,
     capacity_factor: float | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-) -> Float[Array, "*batch d"]:
+) -> Float[Array, "*batch d"] | tuple[Float[Array, "*batch d"], Int32[Array, " num_experts"]]:
     """Sends each token through top_k experts and adds up their results by weight.
 
     It is differentiable once, in reverse mode, in x, the logits or weights, w_gate_up and w_down.
@@ -61,8 +95,13 @@ def moe_layer(
         (..., top_k), a choice made elsewhere, as `permute` and `unpermute` take it.
       w_gate_up, w_down: the weights of num_experts experts, as for moe_mlp.
       top_k: the number of experts of each token. Logits need it.
-      scoring, normalize: as for route. They go with logits only.
-      recipe, implementation: as for moe_mlp.
+      scoring, normalize, bias, n_group, topk_group, scale: as for route. They go with logits only.
+      return_load: whether to return the load too.
+      biases, activation, recipe, implementation: as for moe_mlp. Biases are cut as the experts are.
+      shared_expert: None, or (w_gate_up (d, 2 f), w_down (f, d)): the weights of an MLP with the
+        same activation and no biases, whose result for every token is added (DeepSeek-V3). f may
+        differ from that of the other experts. Otherwise they are as w_gate_up and w_down. Over
+        expert_axis they are replicated; in a shard_map each device passes all of them.
       expert_axis: the mesh axis, or axes, along which the experts lie. Each device has num_experts
         / size of them. In a shard_map over the axis, x and router are those of this device, and
         w_gate_up and w_down are its experts. Elsewhere, the layer makes a shard_map over all axes
@@ -80,31 +119,44 @@ def moe_layer(
       (..., d) array of the dtype of x. With expert_axis and an FP8 recipe, x and the cotangent
       travel as FP8 with power-of-two scales. Results travel in the dtype of x, or as FP8 if the
       recipe has fp8_combine.
+      With return_load also the load, (num_experts,) int32: how many choices name each expert,
+      before capacity_factor drops any. It counts all tokens that the call is given. In a shard_map
+      over expert_axis those are the tokens of this device: add up with jax.lax.psum.
     Raises:
-      ValueError: expert_axis, exchange, capacity_factor, arguments that do not go together, tokens
-        or experts that do not divide evenly, and whatever the functions of this module raise it
-        for.
+      ValueError: shared_expert, expert_axis, exchange, capacity_factor, arguments that do not go
+        together, tokens or experts that do not divide evenly, and whatever the functions of this
+        module raise it for.
       TypeError: mesh, capacity_factor, any traced argument that is no array, and likewise.
     """
     x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))
-    check_options(router, top_k, scoring, normalize, capacity_factor)
+    routing = Routing(scoring, normalize, n_group, topk_group, scale)
+    check_options(router, top_k, routing, bias, return_load, capacity_factor)
     check_mesh(expert_axis, exchange, mesh)
-    check_recipe(OP, recipe)
+    recipe = check_recipe(OP, recipe)
     checks.check_implementation(OP, implementation)
+    check_activation(OP, activation)
     check_unquantised(OP, "x", x)
     checks.check_min_ndim(OP, "x", x, 1, "(..., d)")
     tokens = fold("x", x, x)
     check_experts(OP, tokens, w_gate_up, w_down)
     router = fold_router(router, x, top_k)
-    top_k = router[0].shape[1] if isinstance(router, tuple) else as_top_k(OP, top_k, router)
+    both = check_biases(OP, biases, w_gate_up, w_down)
+    shared = check_shared_expert(shared_expert, tokens)
+    top_k, routing, bias = fit_routing(router, top_k, routing, bias)
     check_top_k(OP, top_k, x)
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
     checks.check_count(OP, "tokens * top_k + 127 num_experts", num_columns, x)
-    options = LayerOptions(top_k, scoring, normalize, capacity_factor, recipe, implementation)
+    options = LayerOptions(
+        top_k, routing, return_load, capacity_factor, recipe, implementation, activation
+    )
     run = partial(_run, options, expert_axis, exchange, mesh)
     if recipe.is_fused:
         run = partial(reverse_mode, OP, run)
-    return _unfold(run(Inputs(tokens, router, w_gate_up, w_down)), x)
+    out, load = run(Inputs(tokens, router, w_gate_up, w_down, both, bias))
+    if shared is not None:
+        out = add_shared_expert(options, shared, tokens, out)
+    out = _unfold(out, x)
+    return out if load is None else (out, load)
 
 
 def _run(
@@ -113,15 +165,17 @@ def _run(
     exchange: Name | None,
     mesh: Mesh | AbstractMesh | None,
     inputs: Inputs,
-) -> jax.Array:
-    """Runs the layer on one device or, with an expert_axis, on many."""
-    x, router, w_gate_up, w_down = inputs
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the layer on one device or, with an expert_axis, on many. Returns the load too."""
+    x, router, w_gate_up, w_down, biases, bias = inputs
     if expert_axis is None:
-        indices, weights = options.choose(router, w_gate_up.shape[0])
-        return local_layer(options, Operands(x, indices, weights, w_gate_up, w_down))
-    w_gate_up, w_down = jax.tree.map(lambda w: settle(OP, w), (w_gate_up, w_down))
+        indices, weights, load = options.choose(router, bias, w_gate_up.shape[0])
+        operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
+        return local_layer(options, operands), load
+    experts = (w_gate_up, w_down, biases)
+    w_gate_up, w_down, biases = jax.tree.map(lambda w: settle(OP, w), experts)
     names = axis_names(expert_axis, exchange)
-    inputs = Inputs(x, router, w_gate_up, w_down)
+    inputs = Inputs(x, router, w_gate_up, w_down, biases, bias)
     if not is_manual(names):
         layout = lay_out(inputs, names, mesh)
         return expert_parallel_on_mesh(options, layout, exchange, inputs)

@@ -8,6 +8,7 @@ import jax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.weights import without_gradient
+from jax_fp8gemm.moe._biases import Biases
 
 # What a caller passes as weights. A ScaledArray is quantised already and has no gradient.
 Weights: TypeAlias = jax.Array | ScaledArray
@@ -23,12 +24,16 @@ class Inputs(NamedTuple):
       router: for each token its logits, or its choices.
       w_gate_up: (experts, d, 2 f), the weights of the experts.
       w_down: (experts, f, d), likewise.
+      biases: None, or those of the experts.
+      bias: (num_experts,), the bias of the logits' scores, or None.
     """
 
     x: jax.Array
     router: Router
     w_gate_up: Weights
     w_down: Weights
+    biases: Biases | None
+    bias: jax.Array | None
 
 
 class Operands(NamedTuple):
@@ -41,6 +46,7 @@ class Operands(NamedTuple):
       weights: (m, top_k), the weight of each choice.
       w_gate_up: (experts, d, 2 f), the weights of the experts.
       w_down: (experts, f, d), likewise.
+      biases: None, or those of the experts.
     """
 
     x: jax.Array
@@ -48,6 +54,7 @@ class Operands(NamedTuple):
     weights: jax.Array
     w_gate_up: Weights
     w_down: Weights
+    biases: Biases | None
 
 
 def without_gradients(op: str, w_gate_up: Weights, w_down: Weights) -> tuple[Weights, Weights]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,57 +10,153 @@ from jax import lax
 
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._sharding.manual_axes import replicate
+from jax_fp8gemm.moe._choices import count_choices
+from jax_fp8gemm.moe._routing import Routing, as_top_k, check_bias, check_types, fit
+from jax_fp8gemm.moe._scoring import Scoring, normalized_scores, scores
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
 
-Scoring = Literal["softmax", "sigmoid"]
+
+@overload
+def route(
+    logits: Float[Array, "*batch num_experts"],
+    top_k: int,
+    *,
+    scoring: Scoring = ...,
+    normalize: bool = ...,
+    bias: Float[Array, " num_experts"] | None = ...,
+    n_group: int | None = ...,
+    topk_group: int | None = ...,
+    scale: float = ...,
+    return_load: Literal[False] = ...,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def route(
+    logits: Float[Array, "*batch num_experts"],
+    top_k: int,
+    *,
+    scoring: Scoring = ...,
+    normalize: bool = ...,
+    bias: Float[Array, " num_experts"] | None = ...,
+    n_group: int | None = ...,
+    topk_group: int | None = ...,
+    scale: float = ...,
+    return_load: Literal[True],
+) -> tuple[Array, Array, Array]: ...
 
 
 def route(
-    logits: Float[Array, "m num_experts"],
+    logits: Float[Array, "*batch num_experts"],
     top_k: int,
     *,
     scoring: Scoring = "softmax",
     normalize: bool = True,
-) -> tuple[Int32[Array, "m top_k"], Float32[Array, "m top_k"]]:
+    bias: Float[Array, " num_experts"] | None = None,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    scale: float = 1.0,
+    return_load: bool = False,
+) -> (
+    tuple[Int32[Array, "*batch top_k"], Float32[Array, "*batch top_k"]]
+    | tuple[
+        Int32[Array, "*batch top_k"], Float32[Array, "*batch top_k"], Int32[Array, " num_experts"]
+    ]
+):
     """Chooses the experts of the top_k largest logits of each token; of equal logits, the first.
 
+    docs/routing.md says which arguments give the routers of published models.
+
     Args:
-      logits: (m, num_experts) bf16, f16 or f32.
+      logits: (..., num_experts) bf16, f16 or f32. All is computed in f32.
       top_k: 1..num_experts.
-      scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3), in f32.
-      normalize: whether to divide the scores of the chosen experts by their sum.
+      scoring: what makes the score of an expert of its logit x. "softmax" is over all experts,
+        "sigmoid" (DeepSeek-V3) and "sqrtsoftplus", sqrt(log(1 + exp(x))) (DeepSeek-V4), are of
+        each logit.
+      normalize: whether to divide the scores of the chosen experts by their sum. A softmax is then
+        one over the chosen logits. The ratio is that of the exact scores, even if all of them
+        underflow; DeepSeek's code adds 1e-20 to the sum, which f32 shows only below 1e-12.
+      bias: (num_experts,) bf16, f16 or f32. It is added to the scores, and the largest sums are
+        chosen in the place of the largest logits. It is not in the weights, and has no gradient:
+        balance without an auxiliary loss (DeepSeek-V3's report, section 2.1.2).
+      n_group, topk_group: the experts form n_group groups of neighbours. Only those of the
+        topk_group best groups are chosen. A group is as good as the sum of its two largest scores,
+        with their bias; of equal groups the first is better. (DeepSeek-V3's code, inference/
+        model.py.)
+      scale: a number above 0, by which all weights are multiplied.
+      return_load: whether to return the load too.
     Returns:
-      indices (m, top_k) int32, in the order of falling logits, and weights (m, top_k) f32, the
-      scores of these experts. The weights are differentiable in logits.
+      indices (..., top_k) int32, the best choice first, and weights (..., top_k) f32, the scores of
+      these experts. The weights are differentiable in logits. With return_load also the load,
+      (num_experts,) int32: how many choices name each expert.
     Raises:
-      TypeError: a dtype. ValueError: rank, top_k, scoring.
+      TypeError: a dtype or the kind of an argument. ValueError: rank, top_k, scoring, the shape of
+      bias, scale, and groups that do not divide the experts or hold too few of them.
     """
     op = "route"
     logits = arrays.as_array(logits)
     checks.check_array(op, "logits", logits)
     checks.check_dtype(op, "logits", logits, formats.FLOAT_DTYPES)
-    checks.check_ndim(op, "logits", logits, 2, "(m, num_experts)")
+    checks.check_min_ndim(op, "logits", logits, 1, "(..., num_experts)")
+    routing = Routing(scoring, normalize, n_group, topk_group, scale)
     checks.check_static(op, top_k=top_k)
-    checks.check_bool(op, normalize=normalize)
+    checks.check_bool(op, return_load=return_load)
+    check_types(op, routing)
     top_k = as_top_k(op, top_k, logits)
-    check_scoring(op, scoring)
+    routing = fit(op, routing, top_k, logits)
+    bias = check_bias(op, bias, logits.shape[-1])
+    indices, weights = choose_experts(op, top_k, routing, logits, bias)
+    if not return_load:
+        return indices, weights
+    return indices, weights, count_choices(indices, logits.shape[-1])
+
+
+def choose_experts(
+    op: str, top_k: int, routing: Routing, logits: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the indices and the weights of route, for arguments that are checked."""
     logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
-    _, indices = lax.top_k(_without_negative_zeros(lax.stop_gradient(logits)), top_k)
+    if bias is not None:
+        bias = replicate(op, jnp.asarray(bias)).astype(jnp.float32)
+    ranks = _ranks(routing, lax.stop_gradient(logits), lax.stop_gradient(bias))
+    _, indices = lax.top_k(ranks, top_k)
     # The transpose of a gather would be a scatter-add.
-    is_chosen = indices[:, :, None] == jnp.arange(logits.shape[1], dtype=indices.dtype)[None, None]
-    chosen = jnp.sum(jnp.where(is_chosen, logits[:, None], 0), axis=2)
-    if scoring == "sigmoid":
-        # Logarithms, because the sigmoids of a token may all underflow and still have a ratio.
-        weights = (
-            jax.nn.softmax(jax.nn.log_sigmoid(chosen)) if normalize else jax.nn.sigmoid(chosen)
-        )
-    elif normalize:
-        weights = jax.nn.softmax(chosen)
+    experts = lax.broadcasted_iota(indices.dtype, (*indices.shape, logits.shape[-1]), indices.ndim)
+    is_chosen = indices[..., None] == experts
+    chosen = jnp.sum(jnp.where(is_chosen, logits[..., None, :], 0), axis=-1)
+    if routing.normalize:
+        weights = normalized_scores(chosen, routing.scoring)
     else:
-        weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True))
-    return indices, weights
+        weights = scores(chosen, routing.scoring, among=logits)
+    return indices, weights if routing.scale == 1 else weights * routing.scale
+
+
+def _ranks(routing: Routing, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Returns numbers (..., num_experts) that are largest for the experts to choose."""
+    # Without a bias the logits themselves: scores may be equal in f32 where logits are not.
+    ranks = biased = logits
+    if bias is not None:
+        ranks = biased = scores(logits, routing.scoring) + bias.reshape(_last(logits))
+    n_group = routing.n_group
+    if n_group is None or n_group == 1 or routing.topk_group is None:
+        return _without_negative_zeros(ranks)
+    if bias is None:
+        biased = scores(logits, routing.scoring)
+    groups = lambda x: x.reshape(*x.shape[:-1], n_group, x.shape[-1] // n_group)
+    best_two, _ = lax.top_k(groups(biased), 2)
+    _, best = lax.top_k(_without_negative_zeros(best_two.sum(axis=-1)), routing.topk_group)
+    numbers = lax.broadcasted_iota(best.dtype, (*best.shape, n_group), best.ndim)
+    is_kept = jnp.any(best[..., None] == numbers, axis=-2)
+    # An expert of another group comes after all others, even if the rank of those is -inf.
+    kept = jnp.maximum(groups(_without_negative_zeros(ranks)), jnp.finfo(jnp.float32).min)
+    return jnp.where(is_kept[..., None], kept, -jnp.inf).reshape(logits.shape)
+
+
+def _last(x: jax.Array) -> tuple[int, ...]:
+    """Returns the shape in which an array along the last dimension of x has the rank of x."""
+    return (*(1,) * (x.ndim - 1), x.shape[-1])
 
 
 def _without_negative_zeros(x: jax.Array) -> jax.Array:
@@ -68,23 +164,3 @@ def _without_negative_zeros(x: jax.Array) -> jax.Array:
     # By bits: a comparison may take subnormal numbers for zeros.
     is_negative_zero = lax.bitcast_convert_type(x, jnp.int32) == jnp.iinfo(jnp.int32).min
     return jnp.where(is_negative_zero, 0.0, x)
-
-
-def as_top_k(op: str, top_k: Any, logits: Any) -> int:
-    """Returns `top_k` as an int; raises ValueError unless it is 1..num_experts."""
-    number = checks.as_index(top_k)
-    if number is None or number not in range(1, logits.shape[1] + 1):
-        raise ValueError(
-            f"{op}: top_k must be 1..num_experts; got {checks.short_repr(top_k)}, "
-            f"logits {checks.short_type(logits)}"
-        )
-    checks.check_count(op, "num_experts", logits.shape[1], logits)
-    return number
-
-
-def check_scoring(op: str, scoring: Any) -> None:
-    """Raises ValueError unless `scoring` is a known name."""
-    if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
-        raise ValueError(
-            f"{op}: scoring must be 'softmax' or 'sigmoid'; got {checks.short_repr(scoring)}"
-        )

@@ -2,6 +2,7 @@
 
 import functools
 
+import gated_activations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,19 +34,19 @@ def problem(dtype=jnp.float32, m=M, d=D, f=F, g=G):
     return tuple(x.astype(dtype) for x in (random(m, d), *weights, random(m, d, seed=3)))
 
 
-def vjp(x, w_gate_up, w_down, dout, sizes, recipe):
+def vjp(x, w_gate_up, w_down, dout, sizes, recipe, activation="silu"):
     """(out, dx, dw_gate_up, dw_down)."""
-    mlp = lambda *args: moe_mlp(*args, sizes, recipe=recipe)
+    mlp = lambda *args: moe_mlp(*args, sizes, recipe=recipe, activation=activation)
     out, pullback = jax.vjp(mlp, x, w_gate_up, w_down)
     return out, *pullback(dout)
 
 
-_jitted_vjp = jax.jit(vjp, static_argnames="recipe")
+_jitted_vjp = jax.jit(vjp, static_argnames=("recipe", "activation"))
 
 
-def run(operands, sizes=SIZES, recipe=DEEPSEEK_V3):
+def run(operands, sizes=SIZES, recipe=DEEPSEEK_V3, activation="silu"):
     """vjp of operands (x, w_gate_up, w_down, dout); compiled once for all sizes."""
-    return _jitted_vjp(*operands, jnp.asarray(sizes, jnp.int32), recipe)
+    return _jitted_vjp(*operands, jnp.asarray(sizes, jnp.int32), recipe, activation)
 
 
 def truth(operands, sizes=SIZES, **kwargs):
@@ -60,7 +61,16 @@ def truth(operands, sizes=SIZES, **kwargs):
 
 
 def _mlp_vjp(
-    x, w_gate_up, w_down, dout, *, fwd=reference.E4M3, bwd=reference.E4M3, pow2=False, fp8=True
+    x,
+    w_gate_up,
+    w_down,
+    dout,
+    *,
+    fwd=reference.E4M3,
+    bwd=reference.E4M3,
+    pow2=False,
+    fp8=True,
+    activation="silu",
 ):
     """(out, dx, dw_gate_up, dw_down) of one expert; without fp8 gate_up is not rounded either."""
     kept = np.float32 if x.dtype == np.float16 else x.dtype
@@ -76,12 +86,10 @@ def _mlp_vjp(
     columns = lambda x, fmt: quantised(x, fmt, axis=-2)
     w_gate_up, w_down = (quantised(w, fwd, block=(128, 128)) for w in (w_gate_up, w_down))
     gate, up = np.split(rounded(rows(x, fwd) @ w_gate_up), 2, axis=1)
-    sigma = 1 / (1 + np.exp(-gate))
-    h = gate * sigma * up
+    h = gated_activations.gated(gate, up, activation)
     out = rows(h, fwd) @ w_down
     dh = rounded(rows(dout, bwd) @ w_down.T)
-    dgate = dh * up * sigma * (1 + gate * (1 - sigma))
-    da = np.concatenate([dgate, dh * gate * sigma], axis=1)
+    da = np.concatenate(gated_activations.gated_grad(gate, up, dh, activation)[:2], axis=1)
     dx = rows(da, bwd) @ w_gate_up.T
     dw_gate_up = columns(x, fwd) @ columns(da, bwd).T
     return out, dx, dw_gate_up, columns(h, fwd) @ columns(dout, bwd).T

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm.moe._parallel.ragged_all_to_all import ragged_all_to_all
 from jax_fp8gemm.moe._parallel.slots import add_parts, assign_slots, pack, unpack
 
@@ -79,7 +79,7 @@ class Exchange:
         """
         if not isinstance(y, ScaledArray):
             return add_parts(self.parts(plan, turn, y))
-        values, scales = (self.parts(plan, turn, x) for x in (y.values, y.scale))
+        values, scales = (self.parts(plan, turn, x) for x in values_and_scale(y))
         parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
         return add_parts([part.dequantize(jnp.float32) for part in parts])
 

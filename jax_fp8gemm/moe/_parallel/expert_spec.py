@@ -70,7 +70,8 @@ def expert_spec(
     """
     num_local_experts = num_experts // exchange.size
     check_num_experts(OP, num_local_experts, w_gate_up)
-    products = make_specs(OP, x, w_gate_up, w_down, options.recipe, options.implementation)
+    how = options.recipe, options.implementation, options.activation
+    products = make_specs(OP, x, w_gate_up, w_down, *how)
     capacity = options.capacity(exchange.tokens * exchange.top_k, num_experts)
     rows, has_one_turn = _rows(exchange, num_local_experts, capacity)
     return ExpertSpec(products, exchange, num_local_experts, rows, has_one_turn)

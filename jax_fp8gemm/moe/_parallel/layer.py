@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._operands import Inputs, Operands, without_gradients
@@ -24,24 +25,27 @@ def expert_parallel(
     axes: tuple[str, ...],
     exchange_name: Name | None,
     inputs: Inputs,
-) -> jax.Array:
-    """Runs the layer on one device's tokens (t, d) and experts, in a shard_map over `axes`."""
-    x, router, w_gate_up, w_down = inputs
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the layer on one device's tokens (t, d) and experts, in a shard_map over `axes`.
+
+    Returns the load of these tokens too.
+    """
+    x, router, w_gate_up, w_down, biases, bias = inputs
     size = lax.axis_size(axes)
     num_experts = size * w_gate_up.shape[0]
-    indices, weights = options.choose(router, num_experts)
+    indices, weights, load = options.choose(router, bias, num_experts)
     if x.size == 0:
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(x), load
     w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
     # Each device has tokens of its own, even if the operands do not vary. Its number does.
     me = lax.axis_index(axes)
-    operands = Operands(x, indices, weights, w_gate_up, w_down)
+    operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
     operands, _ = match_varying(operands, me)
     exchange = layer_exchange(options, exchange_name, axes, size, x.shape[0], num_experts)
     if not options.recipe.is_fused:
-        return unquantised_layer(options, exchange, operands)
+        return unquantised_layer(options, exchange, operands), load
     spec = expert_spec(options, exchange, num_experts, x, w_gate_up, w_down)
-    return expert_mlp(spec, operands)
+    return expert_mlp(spec, operands), load
 
 
 # NOTE: jitted for calls outside jit. There, a shard_map is compiled again for each new function
@@ -53,22 +57,41 @@ def expert_parallel_on_mesh(
     layout: MeshLayout,
     exchange_name: Name | None,
     inputs: Inputs,
-) -> jax.Array:
-    """Runs the layer on the tokens (m, d) and the experts of all devices."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the layer on the tokens (m, d) and the experts of all devices.
+
+    Returns the load of all tokens too.
+    """
     axes = layout.expert_axes
     if not options.recipe.is_fused:
-        specs = layout.tokens, layout.tokens, layout.experts, layout.experts
-        run = lambda *parts: expert_parallel(options, axes, exchange_name, Inputs(*parts))
-        return layout.map(run, specs, layout.tokens)(*inputs)
-    x, router, w_gate_up, w_down = inputs
+        specs = *(layout.tokens,) * 2, *(layout.experts,) * 3, PartitionSpec()
+
+        def run(*parts):
+            out, load = expert_parallel(options, axes, exchange_name, Inputs(*parts))
+            return out, _sum(load, layout)
+
+        return layout.map(run, specs, (layout.tokens, PartitionSpec()))(*inputs)
+    x, router, w_gate_up, w_down, biases, bias = inputs
     w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
     num_experts = w_gate_up.shape[0]
-    choose = lambda router: options.choose(router, num_experts)
-    indices, weights = layout.map(choose, (layout.tokens,), layout.tokens)(router)
+
+    def choose(router, bias):
+        indices, weights, load = options.choose(router, bias, num_experts)
+        return indices, weights, _sum(load, layout)
+
+    results = layout.tokens, layout.tokens, PartitionSpec()
+    choose_everywhere = layout.map(choose, (layout.tokens, PartitionSpec()), results)
+    indices, weights, load = choose_everywhere(router, bias)
     if x.size == 0:
-        return x
+        return x, load
     tokens = x.shape[0] // layout.num_devices
     size = layout.num_expert_devices
     exchange = layer_exchange(options, exchange_name, axes, size, tokens, num_experts)
     spec = expert_spec(options, exchange, num_experts, x, w_gate_up, w_down)
-    return expert_mlp_on_mesh(spec, layout, Operands(x, indices, weights, w_gate_up, w_down))
+    operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
+    return expert_mlp_on_mesh(spec, layout, operands), load
+
+
+def _sum(load: jax.Array | None, layout: MeshLayout) -> jax.Array | None:
+    """Returns the sum of the loads of all devices."""
+    return None if load is None else lax.psum(load, layout.token_axes)

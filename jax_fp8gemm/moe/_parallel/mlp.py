@@ -32,9 +32,10 @@ import jax
 from jax import lax
 
 from jax_fp8gemm._data.recipe import Format
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._ops.product_spec import name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
+from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
@@ -78,8 +79,8 @@ def expert_mlp(spec: ExpertSpec, operands: Operands) -> jax.Array:
 
 
 def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tuple[Kept, Experts]]:
-    x, indices, weights, w_gate_up, w_down = operands
-    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
+    x, indices, weights, w_gate_up, w_down, biases = operands
+    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
     out, kept = forward(spec, x, indices, weights, transposed)
     return out, (kept, w)
 
@@ -87,8 +88,11 @@ def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tu
 def _expert_mlp_bwd(
     spec: ExpertSpec, residuals: tuple[Kept, Experts], dout: jax.Array
 ) -> tuple[Operands]:
-    dx, *gradients = backward(spec, *residuals, dout)
-    return (Operands._make((dx, None, *gradients)),)
+    kept, w = residuals
+    gradients = backward(spec, kept, w, dout)
+    biases = as_biases(gradients.biases, w.biases)
+    dx, *others, _ = gradients
+    return (Operands._make((dx, None, *others, biases)),)
 
 
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
@@ -119,14 +123,15 @@ def forward(
 
 
 def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
-    """Returns the gradients of x, weights, w_gate_up and w_down."""
+    """Returns the gradients of x, weights, w_gate_up, w_down and, in f32, of the biases."""
     exchange, plan = spec.exchange, kept.plan
     fmt = spec.products.into.recipe.bwd
     quantised = _quantize_to_send(spec, fmt, dout)
 
     def run(turn: TurnNumber, received: Received, gate_up: jax.Array | None) -> Gradients:
         send = partial(exchange.send, plan, turn)
-        douts = ScaledArray(send(quantised.values), send(quantised.scale))
+        values, scale = map(send, values_and_scale(quantised))
+        douts = ScaledArray(values, scale)
         first = backward_turn(spec, received, douts, 0, w, gate_up)
         step = lambda turn: backward_turn(spec, received, douts, turn, w, None)
         sums = add_turns(first, _num_turns(spec, received), step)
@@ -163,7 +168,8 @@ def _receive(spec: ExpertSpec, plan: Plan, turn: TurnNumber, sent: Sent) -> Rece
     send = partial(spec.exchange.send, plan, turn)
     experts = send(sent.indices, empty=-1)
     local = experts - lax.axis_index(spec.exchange.axis) * spec.num_local_experts
-    tokens = ScaledArray(send(sent.tokens.values), send(sent.tokens.scale))
+    values, scale = map(send, values_and_scale(sent.tokens))
+    tokens = ScaledArray(values, scale)
     return Received(tokens, send(sent.weights), *sort_choices(local, spec.num_local_experts))
 
 

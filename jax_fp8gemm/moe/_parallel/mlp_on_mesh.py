@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._sharding.manual_axes import match_varying
+from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
-from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
@@ -31,12 +31,12 @@ Shardings: TypeAlias = tuple[NamedSharding | None, ...]
 
 def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands) -> jax.Array:
     """Runs expert_mlp on the tokens and experts of all devices; `spec` is that of one device."""
-    x, indices, weights, w_gate_up, w_down = operands
+    x, indices, weights, w_gate_up, w_down, biases = operands
     shardings = tuple(
         None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
     )
     x, indices, weights = (layout.place(y, layout.tokens) for y in (x, indices, weights))
-    operands = Operands(*match_varying(x, indices, weights, w_gate_up, w_down))
+    operands = Operands(*match_varying(x, indices, weights, w_gate_up, w_down, biases))
     return _expert_mlp(spec, layout, shardings, operands)
 
 
@@ -50,8 +50,8 @@ def _expert_mlp(
 def _fwd(
     spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
 ) -> tuple[jax.Array, tuple[Kept, Experts]]:
-    x, indices, weights, w_gate_up, w_down = operands
-    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down)
+    x, indices, weights, w_gate_up, w_down, biases = operands
+    w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
     tokens, experts = layout.tokens, layout.experts
     in_specs = tokens, tokens, tokens, experts
     # Without check_vma, because each device keeps residuals of its own even if they do not vary.
@@ -70,26 +70,30 @@ def _bwd(
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
     partial_spec = _with_partial_sums(spec) if summed else spec
     kept, w = residuals
-    dims = [_scattered_dim(layout, summed, weight.shape) for weight in w]
+    dims = [_scattered_dim(layout, summed, weight.shape) for weight in (w.gate_up, w.down)]
 
     def run(kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
         gradients = backward(partial_spec, kept, w, dout)
         if not summed:
             return gradients
-        dx, dweights, *drhs = gradients
-        total = (
+        drhs = gradients.w_gate_up, gradients.w_down
+        both = spec.products.into, spec.products.down
+        dw_gate_up, dw_down = (
             None if dw is None else _sum(dw, summed, dim).astype(product.rhs_dtype)
-            for dw, dim, product in zip(drhs, dims, spec.products, strict=True)
+            for dw, dim, product in zip(drhs, dims, both, strict=True)
         )
-        return Gradients(dx, dweights, *total)
+        dbiases = jax.tree.map(lambda b: lax.psum(b, summed), gradients.biases)
+        return gradients._replace(w_gate_up=dw_gate_up, w_down=dw_down, biases=dbiases)
 
     tokens, experts = layout.tokens, layout.experts
     grad_specs = (_grad_spec(layout.expert_axes, summed, dim) for dim in dims)
-    out_specs = Gradients._make((tokens, tokens, *grad_specs))
+    out_specs = Gradients._make((tokens, tokens, *grad_specs, experts))
     run_on_mesh = layout.map(run, (tokens, experts, tokens), out_specs, check_vma=False)
-    dx, dweights, *drhs = run_on_mesh(kept, w, dout)
+    gradients = run_on_mesh(kept, w, dout)
+    drhs = gradients.w_gate_up, gradients.w_down
     drhs = (_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True))
-    return (Operands._make((dx, None, dweights, *drhs)),)
+    dbiases = as_biases(gradients.biases, w.biases)
+    return (Operands._make((gradients.x, None, gradients.weights, *drhs, dbiases)),)
 
 
 _expert_mlp.defvjp(_fwd, _bwd)
@@ -99,9 +103,9 @@ def _with_partial_sums(spec: ExpertSpec) -> ExpertSpec:
     """Returns `spec` with gradients of weights in the dtype in which devices add them."""
     into, down = (
         product if product.rhs_dtype is None else replace(product, rhs_dtype=product.reduce_dtype)
-        for product in spec.products
+        for product in (spec.products.into, spec.products.down)
     )
-    return replace(spec, products=Specs(into, down))
+    return replace(spec, products=spec.products._replace(into=into, down=down))
 
 
 def _scattered_dim(layout: MeshLayout, axes: tuple[str, ...], shape: Any) -> int | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data.groups import Groups
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 
@@ -73,7 +73,8 @@ def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
 
 def copy_rows(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
     """Returns the rows of `tokens` that have these numbers."""
-    return ScaledArray(take_rows(tokens.values, rows), take_rows(tokens.scale, rows))
+    values, scale = (take_rows(x, rows) for x in values_and_scale(tokens))
+    return ScaledArray(values, scale)
 
 
 def add_turns(first: Sums, count: jax.Array | int, step: Callable[[jax.Array], Sums]) -> Sums:

@@ -8,19 +8,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data.groups import group_of_rows
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
-from jax_fp8gemm._primitives.swiglu_quantize import swiglu, swiglu_quantize
+from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
+from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import sum_of_rows, take_rows
 from jax_fp8gemm.moe._mlp_products import (
     Experts,
+    bias_gradients,
     down_product,
     gate_up_product,
     hidden_gradient,
     row_gradient,
     weight_gradient,
 )
+from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
@@ -29,13 +34,14 @@ from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_tu
 class Gradients(NamedTuple):
     """The gradients of the operands; that of weights which are quantised already is None.
 
-    x is (r, d) and weights (r, top_k), for r tokens.
+    x is (r, d) and weights (r, top_k), for r tokens. Those of biases are f32.
     """
 
     x: jax.Array
     weights: jax.Array
     w_gate_up: jax.Array | None
     w_down: jax.Array | None
+    biases: Biases | None
 
 
 def forward_turn(
@@ -75,15 +81,22 @@ def backward_turn(
     with jax.named_scope("dlhs"):
         copies = copy_rows(douts, rows.token)
     dh = hidden_gradient(products, copies, w, rows.groups).astype(jnp.float32)
-    dots = jnp.sum(swiglu(gate_up) * dh, axis=1)
+    dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
+    if w.biases is not None:
+        bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, spec.rows))
+        dots += jnp.sum(bias * copies.dequantize(jnp.float32), axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
     dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns)
-    dw_down = _down_gradient(products.down, gate_up, douts, rows, weights)
-    return Gradients(dx, dweights, dw_gate_up, dw_down)
+    dw_down = _down_gradient(products, gate_up, douts, rows, weights)
+    if w.biases is None:
+        return Gradients(dx, dweights, dw_gate_up, dw_down, None)
+    dout = copies.dequantize(jnp.float32) * weights[:, None]
+    dbiases = bias_gradients(products, gate_up, dh, dout, rows.groups)
+    return Gradients(dx, dweights, dw_gate_up, dw_down, dbiases)
 
 
 def _gate_up_gradient(
@@ -97,12 +110,15 @@ def _gate_up_gradient(
 
 
 def _down_gradient(
-    spec: ProductSpec, gate_up: jax.Array, douts: ScaledArray, rows: Turn, weights: jax.Array
+    specs: Specs, gate_up: jax.Array, douts: ScaledArray, rows: Turn, weights: jax.Array
 ) -> jax.Array | None:
+    spec = specs.down
     if spec.rhs_dtype is None:
         return None
     fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
-    _, h_columns = swiglu_quantize(gate_up, *rows.groups, with_columns=True, **fwd_args)
+    _, h_columns = swiglu_quantize(
+        gate_up, *rows.groups, activation=specs.activation, with_columns=True, **fwd_args
+    )
     (dout_columns,) = gather_quantize(
         douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
     )

@@ -22,13 +22,13 @@ def unquantised_layer(options: LayerOptions, exchange: Exchange, operands: Opera
 
     operands: as for expert_mlp. An exchange of one turn is needed.
     """
-    x, indices, weights, w_gate_up, w_down = operands
+    x, indices, weights, w_gate_up, w_down, biases = operands
     num_local_experts = w_gate_up.shape[0]
     plan = exchange.plan(indices // num_local_experts)
     send = partial(_send, exchange, plan)
     experts = exchange.send(plan, 0, indices, empty=-1)
     local = experts - lax.axis_index(exchange.axis) * num_local_experts
-    received = Operands(send(x), local, send(weights), w_gate_up, w_down)
+    received = Operands(send(x), local, send(weights), w_gate_up, w_down, biases)
     capacity = options.capacity(indices.size, exchange.size * num_local_experts)
     max_rows = None if capacity is None else exchange.size * num_local_experts * capacity
     return _give_back(exchange, plan, local_layer(options, received, max_rows=max_rows))

@@ -1,0 +1,72 @@
+"""The shared expert of a layer: a gated MLP that takes every token.
+
+It runs as one group of the grouped products, by moe_mlp. So its activation is quantised as it is
+computed, and on a mesh devices exchange FP8 columns for the gradients of its weights; two calls of
+matmul would store the activation unquantised, and add f32 gradients. x is quantised once more: the
+rows of the routed experts are copies, whose scales in an expert-parallel layer are powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._ops.weights import check_weights, without_gradient
+from jax_fp8gemm.moe._mlp import moe_mlp
+from jax_fp8gemm.moe._operands import Weights
+from jax_fp8gemm.moe._options import OP, LayerOptions
+
+_NAMES = ("shared_expert[0]", "shared_expert[1]")
+
+
+def check_shared_expert(shared_expert: Any, x: jax.Array) -> tuple[Weights, Weights] | None:
+    """Returns the weights of the shared expert; raises unless they are for tokens x (m, d)."""
+    if shared_expert is None:
+        return None
+    if not isinstance(shared_expert, tuple | list) or len(shared_expert) != 2:
+        raise ValueError(
+            f"{OP}: shared_expert must be None or (w_gate_up (d, 2 f), w_down (f, d)); "
+            f"got {checks.short_repr(shared_expert)}"
+        )
+    w_gate_up, w_down = map(arrays.as_array, shared_expert)
+    for name, w, dims in zip(_NAMES, (w_gate_up, w_down), ("(d, 2 f)", "(f, d)"), strict=True):
+        check_weights(OP, name, w)
+        checks.check_ndim(OP, name, w, 2, dims)
+    d, f = x.shape[1], w_down.shape[0]
+    if w_gate_up.shape != (d, 2 * f) or w_down.shape != (f, d):
+        raise ValueError(
+            f"{OP}: shared_expert must be (w_gate_up (d, 2 f), w_down (f, d)) for x (..., d); got "
+            f"x {checks.short_type(x)}, w_gate_up {checks.short_type(w_gate_up)}, "
+            f"w_down {checks.short_type(w_down)}"
+        )
+    return w_gate_up, w_down
+
+
+@jax.named_scope("fp8gemm_shared_expert")
+def add_shared_expert(
+    options: LayerOptions, weights: tuple[Weights, Weights], x: jax.Array, out: jax.Array
+) -> jax.Array:
+    """Returns `out` (m, d) plus what the shared expert makes of the tokens x (m, d)."""
+    sharding = jax.typeof(out).sharding
+    experts = [without_gradient(OP, *pair) for pair in zip(_NAMES, weights, strict=True)]
+    if sharding.mesh.explicit_axes:
+        whole = sharding.update(spec=PartitionSpec())
+        x = jax.sharding.reshard(x, sharding)
+        experts = jax.tree.map(
+            lambda w: jax.sharding.reshard(w, whole) if jax.typeof(w).sharding.mesh.empty else w,
+            experts,
+        )
+    w_gate_up, w_down = jax.tree.map(lambda w: jnp.expand_dims(w, 0), experts)
+    return out + moe_mlp(
+        x,
+        w_gate_up,
+        w_down,
+        jnp.full((1,), x.shape[0], jnp.int32),
+        activation=options.activation,
+        recipe=options.recipe,
+        implementation=options.implementation,
+    )

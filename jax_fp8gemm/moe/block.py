@@ -1,0 +1,169 @@
+"""The block of a MoEConfig as functions of its parameters: router, experts and shared experts.
+
+The modules jax_fp8gemm.nnx.MoE and jax_fp8gemm.linen.MoE are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._mlp import moe_mlp
+from jax_fp8gemm.moe._moe_layer import moe_layer
+from jax_fp8gemm.moe._route import route
+from jax_fp8gemm.moe.configs import MoEConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+Initializer = Callable[..., jax.Array]  # (key, shape, dtype), as those of jax.nn.initializers
+# These are f32 whatever the dtype of the others.
+ROUTER_PARAMETERS = ("router", "router_bias", "balance_bias")
+
+
+def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter of the block, by its name.
+
+    router (d, num_experts) and router_bias (num_experts,) make the logits. balance_bias
+    (num_experts,) is added where experts are chosen, and no gradient trains it. w_gate_up
+    (num_experts, d, 2 f) and w_down (num_experts, f, d) are the experts, b_gate_up (num_experts, 2
+    f) and b_down (num_experts, d) their biases. shared_gate_up (d, 2 s f) and shared_down (s f, d)
+    are the s shared experts, as one MLP.
+    """
+    d, f, g = config.hidden, config.intermediate, config.num_experts
+    shared_f = config.num_shared_experts * f
+    shapes: dict[str, tuple[int, ...]] = {"router": (d, g)}
+    if config.has_router_bias:
+        shapes |= {"router_bias": (g,)}
+    if config.has_balance_bias:
+        shapes |= {"balance_bias": (g,)}
+    shapes |= {"w_gate_up": (g, d, 2 * f), "w_down": (g, f, d)}
+    if config.has_expert_biases:
+        shapes |= {"b_gate_up": (g, 2 * f), "b_down": (g, d)}
+    if shared_f:
+        shapes |= {"shared_gate_up": (d, 2 * shared_f), "shared_down": (shared_f, d)}
+    return shapes
+
+
+def initial_parameter(
+    key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any, kernel_init: Initializer
+) -> jax.Array:
+    """Returns the parameter `name` before training. Biases are zero.
+
+    kernel_init makes matrices, those of experts one by one. Those of the router are f32.
+    """
+    dtype = jnp.float32 if name in ROUTER_PARAMETERS else dtype
+    if name.endswith("bias") or name.startswith("b_"):
+        return jnp.zeros(shape, dtype)
+    if len(shape) == 2:
+        return kernel_init(key, shape, dtype)
+    keys = jax.random.split(key, shape[0])
+    return jax.vmap(lambda key: kernel_init(key, shape[1:], dtype))(keys)
+
+
+def apply_block(
+    config: MoEConfig,
+    parameters: Mapping[str, Any],
+    x: Float[Array, "*batch d"],
+    *,
+    return_load: bool = False,
+    **options: Any,
+) -> Float[Array, "*batch d"] | tuple[Float[Array, "*batch d"], Int32[Array, " num_experts"]]:
+    """Returns what the block makes of the tokens.
+
+    Args:
+      config: sizes, router and activation.
+      parameters: those of parameter_shapes. The matrices of experts and of shared experts may be
+        ScaledArrays.
+      x: (..., d) bf16, f16 or f32: the tokens.
+      return_load: whether to return the load too, as moe_layer does.
+      options: of moe_layer: recipe, implementation, expert_axis, exchange, capacity_factor, mesh.
+    Returns:
+      (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
+    Raises:
+      ValueError, TypeError: as moe_layer.
+    """
+    logits = _logits(parameters, x)
+    experts = parameters["w_gate_up"], parameters["w_down"]
+    shared = None
+    if config.num_shared_experts:
+        shared = parameters["shared_gate_up"], parameters["shared_down"]
+    if config.has_expert_biases:
+        options |= dict(biases=(parameters["b_gate_up"], parameters["b_down"]))
+    options |= dict(activation=config.activation, return_load=return_load)
+    if not config.weighs_tokens:
+        how = config.routing | dict(bias=parameters.get("balance_bias"), shared_expert=shared)
+        return moe_layer(x, logits, *experts, **how, **options)
+    return _weighing_tokens(config, x, logits, experts, shared, options)
+
+
+def _logits(parameters: Mapping[str, Any], x: jax.Array) -> jax.Array:
+    router = jnp.asarray(parameters["router"], jnp.float32)
+    logits = jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    if "router_bias" in parameters:
+        logits += parameters["router_bias"].reshape((1,) * (x.ndim - 1) + (-1,))
+    return logits
+
+
+def _weighing_tokens(
+    config: MoEConfig, x: jax.Array, logits: jax.Array, experts: Any, shared: Any, options: Any
+) -> Any:
+    """Runs each expert on weight * token. There is one choice for each token."""
+    if config.top_k != 1:
+        raise ValueError(
+            f"moe.block: a MoEConfig with weighs_tokens must have top_k 1; got {config.top_k}"
+        )
+    indices, weights = route(logits, **config.routing)
+    router = indices, jnp.ones_like(weights)
+    weighed = (x * weights).astype(x.dtype)
+    out = moe_layer(weighed, router, *experts, **options)
+    if shared is None:
+        return out
+    how = {name: options[name] for name in ("recipe", "implementation") if name in options}
+    added = gated_mlp(x, *shared, activation=config.activation, **how)
+    return (out[0] + added, out[1]) if isinstance(out, tuple) else out + added
+
+
+def gated_mlp(
+    x: Float[Array, "*batch d"],
+    w_gate_up: Float[Array, "d two_f"] | ScaledArray,
+    w_down: Float[Array, "f d"] | ScaledArray,
+    *,
+    activation: Activation = "silu",
+    recipe: Recipe | str = DEEPSEEK_V3,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch d"]:
+    """Applies one gated MLP to every token: (act(x . gate) * (x . up)) . down.
+
+    It is moe_mlp with one group. So the activation is quantised as it is computed.
+
+    Args:
+      x: (..., d) bf16, f16 or f32.
+      w_gate_up: (d, 2 f), gate | up, and w_down: (f, d), like x or ScaledArrays, as for moe_mlp.
+      activation, recipe, implementation: as for moe_mlp.
+    Returns:
+      (..., d) array of the dtype of x.
+    Raises:
+      As moe_mlp.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    w_gate_up, w_down = jax.tree.map(lambda w: jnp.expand_dims(w, 0), (w_gate_up, w_down))
+    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
+    out = moe_mlp(
+        rows,
+        w_gate_up,
+        w_down,
+        sizes,
+        activation=activation,
+        recipe=recipe,
+        implementation=implementation,
+    )
+    return out.reshape(x.shape)
