@@ -1,0 +1,227 @@
+"""Modules of Flax NNX whose products run in FP8: Linear, LinearGeneral, Einsum, SwiGLU and MoE.
+
+Linear, LinearGeneral and Einsum are Flax's own classes with another product. Their arguments,
+parameters and initialisers are Flax's, so a checkpoint of one loads into the other. It needs Flax,
+which `import jax_fp8gemm` does not import.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._ops.dot_general import dot_general
+from jax_fp8gemm._ops.einsum import einsum
+from jax_fp8gemm.moe.block import (
+    Initializer,
+    apply_block,
+    gated_mlp,
+    initial_parameter,
+    parameter_shapes,
+)
+from jax_fp8gemm.moe.configs import MoEConfig
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError("jax_fp8gemm.nnx needs Flax: pip install flax") from error
+
+
+_lecun_normal = jax.nn.initializers.lecun_normal()
+
+
+@functools.cache  # modules with one recipe are then equal, and share what is compiled for them
+def _bound(function: Any, recipe: Recipe | str, implementation: Implementation) -> Any:
+    return functools.partial(function, recipe=recipe, implementation=implementation)
+
+
+class Linear(nnx.Linear):
+    """nnx.Linear with its product in FP8.
+
+    Args:
+      in_features, out_features, kwargs: as for nnx.Linear, `dot_general` aside.
+      recipe, implementation: as for jax_fp8gemm.dot_general.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe | str = DEEPSEEK_V3,
+        implementation: Implementation = None,
+        **kwargs: Any,
+    ):
+        product = _bound(dot_general, recipe, implementation)
+        super().__init__(in_features, out_features, dot_general=product, **kwargs)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """nnx.LinearGeneral with its product in FP8.
+
+    Args:
+      in_features, out_features, kwargs: as for nnx.LinearGeneral, `dot_general` and
+        `dot_general_cls` aside.
+      recipe, implementation: as for jax_fp8gemm.dot_general.
+    """
+
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Recipe | str = DEEPSEEK_V3,
+        implementation: Implementation = None,
+        **kwargs: Any,
+    ):
+        product = _bound(dot_general, recipe, implementation)
+        super().__init__(in_features, out_features, dot_general=product, **kwargs)
+
+
+class Einsum(nnx.Einsum):
+    """nnx.Einsum with its product in FP8.
+
+    Args:
+      einsum_str, kernel_shape, bias_shape, kwargs: as for nnx.Einsum, `einsum_op` aside.
+      recipe, implementation: as for jax_fp8gemm.einsum.
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None = None,
+        *,
+        recipe: Recipe | str = DEEPSEEK_V3,
+        implementation: Implementation = None,
+        **kwargs: Any,
+    ):
+        product = _bound(einsum, recipe, implementation)
+        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=product, **kwargs)
+
+
+class SwiGLU(nnx.Module):
+    """A gated MLP: (act(x gate) * (x up)) down, whose activation is fused with its quantisation.
+
+    It computes what two Linear without bias and the activation between them compute, and stores no
+    unquantised activation but gate | up.
+
+    Args:
+      hidden: d, the features of the input and of the result.
+      intermediate: f, the features of gate and of up.
+      activation: as for moe.moe_mlp.
+      dtype: that of x and of the result. None keeps that of x.
+      param_dtype: that of the weights, bf16, f16 or f32.
+      kernel_init: initialises both weights.
+      recipe, implementation: as for moe.moe_mlp.
+      w_gate_up_metadata, w_down_metadata: metadata of the parameters, as Flax's kernel_metadata.
+      rngs: its stream `params` is drawn from.
+    Attributes:
+      w_gate_up: nnx.Param (d, 2 f), gate | up.
+      w_down: nnx.Param (f, d).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: Activation = "silu",
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = _lecun_normal,
+        recipe: Recipe | str = DEEPSEEK_V3,
+        implementation: Implementation = None,
+        w_gate_up_metadata: Mapping[str, Any] = MappingProxyType({}),
+        w_down_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        init = lambda *shape: kernel_init(rngs.params(), shape, param_dtype)
+        self.w_gate_up = nnx.Param(init(hidden, 2 * intermediate), **w_gate_up_metadata)
+        self.w_down = nnx.Param(init(intermediate, hidden), **w_down_metadata)
+        self.activation: Activation = activation
+        self.dtype = dtype
+        self.recipe = recipe
+        self.implementation: Implementation = implementation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the MLP of x (..., d), of the same shape, in `dtype`."""
+        return gated_mlp(
+            x.astype(self.dtype or x.dtype),
+            self.w_gate_up[...],
+            self.w_down[...],
+            activation=self.activation,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
+
+
+class BalanceBias(nnx.Variable):
+    """The bias by which a router chooses experts. It is no parameter: no gradient trains it."""
+
+
+class MoE(nnx.Module):
+    """A mixture of experts: router, experts and shared experts.
+
+        layer = MoE(moe.configs.DEEPSEEK_V3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        y, load = layer(x, return_load=True)
+        layer.balance_bias[...] = moe.update_balance_bias(layer.balance_bias[...], load, 1e-3)
+
+    Args:
+      config: sizes, router and activation: one of moe.configs, or a MoEConfig of your own.
+      dtype: that of x and of the result. None keeps that of x. The router computes in f32.
+      param_dtype: that of the experts, bf16, f16 or f32. The router's parameters are f32.
+      kernel_init: makes the matrices, those of experts one by one. Biases begin at zero.
+      metadata: metadata of a parameter by its name, as Flax's kernel_metadata:
+        {"w_gate_up": {"out_sharding": ("expert", None, None)}}.
+      rngs: its stream `params` is drawn from.
+      options: of moe.moe_layer: recipe, implementation, expert_axis, exchange, capacity_factor,
+        mesh.
+    Attributes:
+      router, w_gate_up, ...: nnx.Param. moe.block.parameter_shapes(config) lists them. One of them,
+        balance_bias, is a BalanceBias, which no gradient trains.
+    Raises:
+      ValueError: metadata names no parameter of this config.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = _lecun_normal,
+        metadata: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        shapes = parameter_shapes(config)
+        if unknown := sorted(set(metadata) - set(shapes)):
+            raise ValueError(f"MoE: metadata must name parameters of {list(shapes)}; got {unknown}")
+        for name, shape in shapes.items():
+            kind = BalanceBias if name == "balance_bias" else nnx.Param
+            value = initial_parameter(rngs.params(), name, shape, param_dtype, kernel_init)
+            setattr(self, name, kind(value, **metadata.get(name, {})))
+        self.config = config
+        self.dtype = dtype
+        self.options = tuple(options.items())  # NNX keeps it in a static part, which has a hash
+
+    def __call__(self, x: jax.Array, *, return_load: bool = False) -> Any:
+        """Returns what the block makes of the tokens x (..., d), in `dtype`.
+
+        With return_load it returns also the load, (num_experts,) int32: how many tokens chose each
+        expert.
+        """
+        x = x.astype(self.dtype or x.dtype)
+        parameters = {name: getattr(self, name)[...] for name in parameter_shapes(self.config)}
+        return apply_block(
+            self.config, parameters, x, return_load=return_load, **dict(self.options)
+        )
