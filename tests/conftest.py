@@ -5,6 +5,7 @@ import atexit
 import gc
 import os
 import pathlib
+import pkgutil
 import shutil
 import sys
 import tempfile
@@ -46,7 +47,11 @@ gc.set_threshold(20_000, 50, 50)
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
     from jaxtyping import install_import_hook
 
-    install_import_hook(["jax_fp8gemm", "benchmarks"], "beartype.beartype")
+    # Modules of linen are dataclasses with fields of Flax, whose types beartype cannot check.
+    package = importlib.util.find_spec("jax_fp8gemm").submodule_search_locations
+    checked = {module.name for module in pkgutil.iter_modules(package)} - {"linen"}
+    install_import_hook([f"jax_fp8gemm.{name}" for name in checked], "beartype.beartype")
+    install_import_hook("benchmarks", "beartype.beartype")
 
 
 def _gpu_fault() -> str | None:

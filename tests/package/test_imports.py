@@ -11,7 +11,17 @@ import jax_fp8gemm
 
 _PACKAGE = Path(jax_fp8gemm.__file__).parent
 # From bottom to top. Behind them: the public list, the command line.
-_LAYERS = ("_runtime", "_sharding", "_data", "_tuning", "_primitives", "_ops", "moe", "")
+_LAYERS = (
+    "_runtime",
+    "_sharding",
+    "_data",
+    "_tuning",
+    "_primitives",
+    "_ops",
+    "moe",
+    "checkpoint",
+    "",
+)
 
 
 def _modules() -> dict[str, Path]:
