@@ -99,7 +99,8 @@ def test_experts_are_stacked_and_cut_over_a_mesh(tmp_path):
         assert loaded.repack_errors == dict.fromkeys(
             (name for name in tensors if name.endswith("weight")), 0.0
         )
-        assert gate_up.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+        stored = PartitionSpec(spec[0], *reversed((*spec, None)[1:3]))  # transposed: d and f swap
+        assert gate_up.transposed.sharding.is_equivalent_to(NamedSharding(mesh, stored), 3)
 
 
 def test_repacked_weights_are_saved_in_fp8_with_powers_of_two(tmp_path):

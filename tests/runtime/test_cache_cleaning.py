@@ -16,8 +16,7 @@ _KEY = "0123456789abcdef" * 2
 _MIB = 1 << 20
 
 _COMPILE = """
-config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
-print(ext.compile_quantize(config | dict(mode={mode}))["from_disk"])
+print(ext.compile_quantize(dict(QUANTIZE_CONFIG, mode={mode}))["from_disk"])
 """
 
 

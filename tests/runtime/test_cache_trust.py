@@ -21,8 +21,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 # Prints of each kernel whether it came from the disk.
 _COMPILE = """
 for mode in range({num_kernels}):
-    config = dict(mode=0, input=mode, e5m2=0, pow2_scale=0, ragged=0, source=0)
-    print(ext.compile_quantize(config)["from_disk"])
+    print(ext.compile_quantize(dict(QUANTIZE_CONFIG, input=mode))["from_disk"])
 """
 
 

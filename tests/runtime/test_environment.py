@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ext_program
 import pytest
+from ext_program import QUANTIZE_CONFIG
 
 from jax_fp8gemm import __main__
 from jax_fp8gemm._runtime import backend_info, environment, extension
@@ -144,11 +145,11 @@ def test_relative_paths_are_those_of_the_start(monkeypatch, tmp_path):
 
 # Bytes of no UTF-8, which Linux takes in any name
 
-_NVRTC_PROGRAM = """
+_NVRTC_PROGRAM = f"""
 import jax_fp8gemm
 from jax_fp8gemm import __main__
 from jax_fp8gemm._runtime import precompile
-config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+config = {QUANTIZE_CONFIG!r}
 try:
     print("cached:", precompile.compile_quantize(config).cached)
 except RuntimeError as error:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ext_program import QUANTIZE_CONFIG
 from machines import H200, device, fresh_answers, pretend
 
 from jax_fp8gemm import EXPORT_CHECKS
@@ -19,12 +20,6 @@ from jax_fp8gemm._runtime import environment as _environment
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 __all__ = ["fresh_answers"]  # a fixture of all tests here
-
-
-_QUANTIZE_ROW = dict(
-    mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0,
-    activation=0, limit=0, alpha=0, up_offset=0,
-)  # fmt: skip
 
 
 def test_the_targets_have_the_three_stages():
@@ -203,7 +198,7 @@ def test_a_missing_nvrtc_is_named_with_every_place_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(_ext, "device_info", lambda: info)
     assert "none of 2 candidates works" in extension.unavailable_reason()
     with pytest.raises(RuntimeError, match="none of 2 candidates works"):
-        _ext.compile_quantize(_QUANTIZE_ROW)
+        _ext.compile_quantize(QUANTIZE_CONFIG)
 
 
 def _fake_nvrtc(path, major, minor, functions):
@@ -245,7 +240,7 @@ def quantize_on_cpu():
     )
 
     def call(**config):
-        config = _QUANTIZE_ROW | config
+        config = QUANTIZE_CONFIG | config
         attributes = {
             name: np.int32(value) if isinstance(value, int) else value
             for name, value in config.items()

@@ -10,6 +10,7 @@ import time
 
 import ext_program
 import pytest
+from ext_program import QUANTIZE_CONFIG
 from gated_activations import NAMES, OTHERS
 
 from jax_fp8gemm._runtime import environment, precompile
@@ -20,9 +21,6 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 
 pytestmark = ext_program.needs_nvrtc
 
-# A small kernel: these tests are about the cache.
-_KERNEL = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0, activation=0, limit=0,
-               alpha=0, up_offset=0)  # fmt: skip
 
 
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
@@ -45,7 +43,7 @@ def cache_dir(tmp_path):
 
 
 def _compile():
-    report = _ext.compile_quantize(_KERNEL)
+    report = _ext.compile_quantize(QUANTIZE_CONFIG)
     del report["log"]  # holds the time that ptxas took
     return report
 
@@ -77,7 +75,7 @@ def test_without_a_disk_cache_memory_goes_on(cache_dir):
     shutil.rmtree(cache_dir)
     _ext.disable_disk_cache()
     assert _compile() == first
-    assert not _ext.compile_quantize(_KERNEL | dict(mode=1))["from_disk"]
+    assert not _ext.compile_quantize(QUANTIZE_CONFIG | dict(mode=1))["from_disk"]
     assert not cache_dir.exists()
 
 
@@ -105,7 +103,7 @@ def test_tiles_of_no_kernel_are_refused(tile, how, rule):
 @pytest.mark.parametrize("bad", [dict(mode=6), dict(mode=-1), dict(input=100), dict(source=9)])
 def test_configs_of_no_kernel_are_refused(bad):
     with pytest.raises(ValueError, match=r"mode must be 0..5, input 0..[24] and source 0..4"):
-        _ext.compile_quantize(_KERNEL | bad)
+        _ext.compile_quantize(QUANTIZE_CONFIG | bad)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "append", "other_format"])
@@ -185,7 +183,7 @@ def test_an_unwritable_cache_is_warned_of_once(tmp_path, capfd):
     blocker.write_text("a folder cannot be made below a file")
     # In a process of its own: the warning comes once a process.
     code = f"""
-        for config in ({_KERNEL}, {_KERNEL | dict(mode=1)}):
+        for config in ({QUANTIZE_CONFIG}, {QUANTIZE_CONFIG | dict(mode=1)}):
             assert not ext.compile_quantize(config)["from_disk"]
         """
     result = ext_program.start(code, blocker / "cache")
@@ -199,7 +197,7 @@ def test_processes_race_on_one_cache(tmp_path):
     code = f"""
         import sys
         sys.stdin.readline()
-        report = ext.compile_quantize({_KERNEL})
+        report = ext.compile_quantize({QUANTIZE_CONFIG})
         print(report["name"], report["cubin_bytes"], flush=True)
         """
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -257,9 +255,9 @@ def test_a_source_that_does_not_compile_is_an_error_each_time(cache_dir, tmp_pat
 
 def test_a_config_must_have_exactly_the_members_of_the_kernel():
     with pytest.raises(KeyError, match="pow2_scale"):
-        _ext.compile_quantize({k: v for k, v in _KERNEL.items() if k != "pow2_scale"})
+        _ext.compile_quantize({k: v for k, v in QUANTIZE_CONFIG.items() if k != "pow2_scale"})
     with pytest.raises(KeyError, match="10 members; got 11"):
-        _ext.compile_quantize(_KERNEL | {"more": 1})
+        _ext.compile_quantize(QUANTIZE_CONFIG | {"more": 1})
 
 
 # What ptxas says of every kernel that can be chosen

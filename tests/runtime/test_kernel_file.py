@@ -11,7 +11,7 @@ pytestmark = needs_nvrtc
 
 # In a process of its own: reading beyond a buffer may end it.
 _COMPILE = """
-report = ext.compile_quantize(dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0))
+report = ext.compile_quantize(QUANTIZE_CONFIG)
 print(report["from_disk"], report["cubin_bytes"])
 """
 

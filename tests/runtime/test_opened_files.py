@@ -40,7 +40,7 @@ def test_a_link_to_nvrtc_is_followed_and_a_fifo_beside_it_left_alone(tmp_path):
 _NAME = "quantize_row_bf16_e4m3"
 _DUMP = """
 ext.configure(source_dir={!r}, cache_dir="", nvrtc_paths={!r}, is_debug=False, dump_dir={!r})
-ext.compile_quantize(dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0))
+ext.compile_quantize(QUANTIZE_CONFIG)
 """
 
 

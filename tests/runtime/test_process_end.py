@@ -10,11 +10,11 @@ pytestmark = needs_nvrtc
 _COMPILE = """
 import os, sys, threading, time
 
-ANOTHER = dict(mode=0, input=1, e5m2=0, pow2_scale=0, ragged=0, source=0)
+ANOTHER = dict(QUANTIZE_CONFIG, input=1)
 
 def compile_all():
     for mode in range(6):
-        ext.compile_quantize(dict(mode=mode, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0))
+        ext.compile_quantize(dict(QUANTIZE_CONFIG, mode=mode))
 """
 
 
@@ -92,7 +92,7 @@ print(len(children))
 
 def test_a_child_keeps_the_options_and_no_kernel_of_its_parent(tmp_path):
     code = """
-config = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=0)
+config = QUANTIZE_CONFIG
 assert not ext.compile_quantize(config)["from_disk"]
 child = os.fork()
 if child == 0:
