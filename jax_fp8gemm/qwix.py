@@ -39,7 +39,7 @@ except ImportError as error:
         f"got {error}. Install it with `pip install 'qwix>=0.1.8'`."
     ) from error
 
-_BatchTracer = jax_drift.optional("jax._src.interpreters.batching.BatchTracer", ())
+_BatchTracer = jax_drift.needed(__name__, "jax._src.interpreters.batching.BatchTracer")
 # JAX keeps what it traces by this value: a function that JAX jits, as jnp.tensordot, is traced in a
 # converted model and outside it.
 _provider = jax.make_user_context(None)

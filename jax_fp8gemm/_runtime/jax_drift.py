@@ -49,6 +49,13 @@ def unsupported(what: str) -> str:
     )
 
 
+def needed(module: str, path: str) -> Any:
+    """Returns what `path` names for `module`, an optional one, or raises where it is gone."""
+    if (found := optional(path)) is None:
+        raise ImportError(unsupported(f"{module}: jax must have {path}"))
+    return found
+
+
 def _check() -> None:
     if gone := [path for path in _NEEDED if optional(path) is None]:
         raise ImportError(unsupported(f"jax_fp8gemm: jax must have {', '.join(gone)}"))

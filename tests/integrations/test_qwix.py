@@ -222,11 +222,21 @@ def test_wrong_arguments():
         Provider(implementation="triton")
 
 
+def _import_anew():
+    spec = importlib.util.find_spec("jax_fp8gemm.qwix")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 def test_without_qwix(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    spec = importlib.util.find_spec("jax_fp8gemm.qwix")
     with pytest.raises(ImportError, match=r"^jax_fp8gemm.qwix: the package qwix, .* `pip install"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        _import_anew()
+
+
+def test_with_a_jax_that_does_not_tell_which_dimensions_are_mapped(monkeypatch):
+    monkeypatch.delattr("jax._src.interpreters.batching.BatchTracer")
+    with pytest.raises(ImportError, match=r"^jax_fp8gemm.qwix: jax must have .*BatchTracer; got"):
+        _import_anew()
 
 
 def test_nothing_else_imports_qwix():
