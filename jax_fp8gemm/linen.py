@@ -32,18 +32,23 @@ class _DotGeneral(functools.partial):
     """dot_general with the recipe and the implementation of a module."""
 
 
-def _set_dot_general(module: Any) -> None:
-    """Gives the module its product, unless the caller chose one.
+class _InFp8(nn.Module):
+    """What Dense and DenseGeneral add to Flax's modules."""
 
-    A clone with another recipe gets another product.
-    """
-    if module.dot_general is None or isinstance(module.dot_general, _DotGeneral):
-        how = dict(recipe=module.recipe, implementation=module.implementation)
-        # Flax's __setattr__ works from the end of its __post_init__ on.
-        object.__setattr__(module, "dot_general", _DotGeneral(dot_general, **how))
+    recipe: Recipe | str = DEEPSEEK_V3
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        # A clone with another recipe has the product of the first one: it gets another product.
+        product = getattr(self, "dot_general", None)
+        if product is None or isinstance(product, _DotGeneral):
+            how = dict(recipe=self.recipe, implementation=self.implementation)
+            # Flax's __setattr__ works from the end of its __post_init__ on.
+            object.__setattr__(self, "dot_general", _DotGeneral(dot_general, **how))
+        super().__post_init__()
 
 
-class Dense(nn.Dense):
+class Dense(_InFp8, nn.Dense):
     """nn.Dense with its product in FP8.
 
     Attributes:
@@ -51,28 +56,14 @@ class Dense(nn.Dense):
         is given takes its place.
     """
 
-    recipe: Recipe | str = DEEPSEEK_V3
-    implementation: Implementation = None
 
-    def __post_init__(self) -> None:
-        _set_dot_general(self)
-        super().__post_init__()
-
-
-class DenseGeneral(nn.DenseGeneral):
+class DenseGeneral(_InFp8, nn.DenseGeneral):
     """nn.DenseGeneral with its product in FP8.
 
     Attributes:
       recipe, implementation: as for jax_fp8gemm.dot_general. A dot_general or dot_general_cls that
         is given takes its place.
     """
-
-    recipe: Recipe | str = DEEPSEEK_V3
-    implementation: Implementation = None
-
-    def __post_init__(self) -> None:
-        _set_dot_general(self)
-        super().__post_init__()
 
 
 class Einsum(nn.Einsum):

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
+from jax_fp8gemm._ops.einsum import einsum
 from jax_fp8gemm._ops.product_spec import check_recipe
 
 try:
@@ -35,27 +36,9 @@ class DotGeneral(linen.Module):
     recipe: Recipe = DEEPSEEK_V3
     implementation: Implementation = None
 
-    def __call__(
-        self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns jax_fp8gemm.dot_general of the arguments."""
-        return dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-            recipe=self.recipe,
-            implementation=self.implementation,
-        )
+        return bind(dot_general, self.recipe, self.implementation)(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +72,5 @@ class Quantization:
         return functools.partial(DotGeneral, self.recipe, self.implementation)
 
     def einsum(self, mesh_axes: Any = ()) -> Callable[..., jax.Array]:
-        """Returns jnp.einsum in FP8. The argument, axes or a dtype, has no part in it."""
-        return _einsum(self.recipe, self.implementation)
-
-
-@functools.cache  # one function for one recipe: jnp.einsum keeps what it traces by it
-def _einsum(recipe: Recipe, implementation: Implementation) -> Callable[..., jax.Array]:
-    product = functools.partial(dot_general, recipe=recipe, implementation=implementation)
-    return functools.partial(jnp.einsum, _dot_general=product)
+        """Returns jax_fp8gemm.einsum. The argument, axes or a dtype, has no part in it."""
+        return bind(einsum, self.recipe, self.implementation)

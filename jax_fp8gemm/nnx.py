@@ -7,10 +7,9 @@ which `import jax_fp8gemm` does not import.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,14 @@ import jax.numpy as jnp
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.einsum import einsum
+from jax_fp8gemm.moe import gated_mlp
 from jax_fp8gemm.moe.block import (
     Initializer,
+    RunArguments,
     apply_block,
-    gated_mlp,
     initial_parameter,
     parameter_shapes,
 )
@@ -38,40 +39,8 @@ except ImportError as error:
 _lecun_normal = jax.nn.initializers.lecun_normal()
 
 
-@functools.cache  # modules with one recipe are then equal, and share what is compiled for them
-def _bound(function: Any, recipe: Recipe | str, implementation: Implementation) -> Any:
-    return functools.partial(function, recipe=recipe, implementation=implementation)
-
-
-class Linear(nnx.Linear):
-    """nnx.Linear with its product in FP8.
-
-    Args:
-      in_features, out_features, kwargs: as for nnx.Linear, `dot_general` aside.
-      recipe, implementation: as for jax_fp8gemm.dot_general.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        recipe: Recipe | str = DEEPSEEK_V3,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ):
-        product = _bound(dot_general, recipe, implementation)
-        super().__init__(in_features, out_features, dot_general=product, **kwargs)
-
-
-class LinearGeneral(nnx.LinearGeneral):
-    """nnx.LinearGeneral with its product in FP8.
-
-    Args:
-      in_features, out_features, kwargs: as for nnx.LinearGeneral, `dot_general` and
-        `dot_general_cls` aside.
-      recipe, implementation: as for jax_fp8gemm.dot_general.
-    """
+class _InFp8:
+    """What Linear and LinearGeneral add to Flax's modules."""
 
     def __init__(
         self,
@@ -82,8 +51,28 @@ class LinearGeneral(nnx.LinearGeneral):
         implementation: Implementation = None,
         **kwargs: Any,
     ):
-        product = _bound(dot_general, recipe, implementation)
-        super().__init__(in_features, out_features, dot_general=product, **kwargs)
+        kwargs |= dict(dot_general=bind(dot_general, recipe, implementation))
+        # Flax's class comes next, in the order of bases.
+        super().__init__(in_features, out_features, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+class Linear(_InFp8, nnx.Linear):
+    """nnx.Linear with its product in FP8.
+
+    Args:
+      in_features, out_features, kwargs: as for nnx.Linear, `dot_general` aside.
+      recipe, implementation: as for jax_fp8gemm.dot_general.
+    """
+
+
+class LinearGeneral(_InFp8, nnx.LinearGeneral):
+    """nnx.LinearGeneral with its product in FP8.
+
+    Args:
+      in_features, out_features, kwargs: as for nnx.LinearGeneral, `dot_general` and
+        `dot_general_cls` aside.
+      recipe, implementation: as for jax_fp8gemm.dot_general.
+    """
 
 
 class Einsum(nnx.Einsum):
@@ -104,7 +93,7 @@ class Einsum(nnx.Einsum):
         implementation: Implementation = None,
         **kwargs: Any,
     ):
-        product = _bound(einsum, recipe, implementation)
+        product = bind(einsum, recipe, implementation)
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=product, **kwargs)
 
 
@@ -201,7 +190,7 @@ class MoE(nnx.Module):
         kernel_init: Initializer = _lecun_normal,
         metadata: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[RunArguments],
     ):
         shapes = parameter_shapes(config)
         if unknown := sorted(set(metadata) - set(shapes)):
@@ -212,7 +201,8 @@ class MoE(nnx.Module):
             setattr(self, name, kind(value, **metadata.get(name, {})))
         self.config = config
         self.dtype = dtype
-        self.options = tuple(options.items())  # NNX keeps it in a static part, which has a hash
+        # NNX keeps it in a static part, which must have a hash.
+        self.options: tuple[tuple[str, Any], ...] = tuple(options.items())
 
     def __call__(self, x: jax.Array, *, return_load: bool = False) -> Any:
         """Returns what the block makes of the tokens x (..., d), in `dtype`.

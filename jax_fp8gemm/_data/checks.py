@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_fp8gemm._data.arrays import Typed, is_array, is_tracer
+from jax_fp8gemm._data.arrays import Typed, as_array, is_array, is_tracer
 from jax_fp8gemm._data.formats import (
     BLOCKS,
     FLOAT_DTYPES,
@@ -243,3 +243,11 @@ def check_accumulator(
             f"{op}: accumulate_into must go with out_dtype float32; "
             f"got out_dtype {short_dtype(out_dtype)}"
         )
+
+
+def check_pair(op: str, name: str, form: str, x: Any) -> tuple[Any, Any]:
+    """Returns the two arrays of `x`; raises unless it is a pair, which `form` describes."""
+    pair = cast(Sequence[Any], x) if isinstance(x, tuple | list) else ()
+    if len(pair) != 2:
+        raise ValueError(f"{op}: {name} must be None or {form}; got {short_repr(cast(object, x))}")
+    return as_array(pair[0]), as_array(pair[1])

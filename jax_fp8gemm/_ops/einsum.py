@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.product_spec import check_static_args
 
@@ -70,11 +70,5 @@ def einsum(
         precision=precision,
         preferred_element_type=spec.out_dtype,
         out_sharding=out_sharding,
-        _dot_general=_product(spec.recipe, implementation),
+        _dot_general=bind(dot_general, spec.recipe, implementation),
     )
-
-
-# NOTE: jnp.einsum is compiled for each function that it is given, and compares them by identity.
-@functools.cache
-def _product(recipe: Recipe, implementation: Implementation) -> Any:
-    return functools.partial(dot_general, recipe=recipe, implementation=implementation)

@@ -32,11 +32,11 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._sharding.manual_axes import match_varying
@@ -58,7 +58,9 @@ def ragged_product(spec: ProductSpec, lhs: jax.Array, rhs: Weights, groups: Grou
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights, groups: Groups) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
-    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), *groups, spec.shardings.out)
+    return grouped_gemm_as(
+        spec, spec.out_dtype, rows, transposed(spec, rhs), *groups, spec.shardings.out
+    )
 
 
 def _product_fwd(
@@ -71,7 +73,7 @@ def _product_fwd(
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
-    out = gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, spec.shardings.out)
+    out = grouped_gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, spec.shardings.out)
     kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
     return name_residual("out", out), (*kept, groups)
 
@@ -87,7 +89,7 @@ def _product_bwd(
     else:
         rows = quantize(dout, **args)
     with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rows, rhs, *groups, spec.shardings.lhs)
+        dlhs = grouped_gemm_as(spec, spec.lhs_dtype, rows, rhs, *groups, spec.shardings.lhs)
     if spec.rhs_dtype is None:
         return dlhs, None, None
     with jax.named_scope("drhs"):
@@ -97,7 +99,7 @@ def _product_bwd(
             drhs = _bf16_wgrad(lhs, dout, groups, rhs_spec).astype(spec.rhs_dtype)
         else:
             assert isinstance(lhs, ScaledArray)
-            drhs = wgrad_as(spec, spec.rhs_dtype, lhs, columns, groups.sizes, rhs_spec)
+            drhs = grouped_wgrad_as(spec, spec.rhs_dtype, lhs, columns, groups.sizes, rhs_spec)
     return dlhs, drhs, None
 
 
@@ -125,7 +127,9 @@ def _contraction(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.A
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_columns = ragged_columns(lhs, *Groups.of_sizes(sizes), **args)
     rhs_columns = ragged_columns(rhs, *Groups.of_sizes(sizes), **args)
-    return wgrad_as(spec, spec.out_dtype, lhs_columns, rhs_columns, sizes, spec.shardings.out)
+    return grouped_wgrad_as(
+        spec, spec.out_dtype, lhs_columns, rhs_columns, sizes, spec.shardings.out
+    )
 
 
 def _contraction_fwd(
@@ -135,7 +139,9 @@ def _contraction_fwd(
     args = quantize_args(spec, spec.recipe.fwd)
     lhs_rows, lhs_columns = rows_and_ragged_columns(lhs, *Groups.of_sizes(sizes), **args)
     rhs_rows, rhs_columns = rows_and_ragged_columns(rhs, *Groups.of_sizes(sizes), **args)
-    out = wgrad_as(spec, spec.out_dtype, lhs_columns, rhs_columns, sizes, spec.shardings.out)
+    out = grouped_wgrad_as(
+        spec, spec.out_dtype, lhs_columns, rhs_columns, sizes, spec.shardings.out
+    )
     kept = name_residual("lhs", lhs_rows), name_residual("rhs", rhs_rows)
     return name_residual("out", out), (*kept, sizes)
 
@@ -150,9 +156,9 @@ def _contraction_bwd(
     dout_kn, dout_nk = both_ways(spec, spec.recipe.bwd, dout)
     groups, shardings = Groups.of_sizes(sizes), spec.shardings
     with jax.named_scope("dlhs"):
-        dlhs = gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, *groups, shardings.lhs)
+        dlhs = grouped_gemm_as(spec, spec.lhs_dtype, rhs, dout_kn, *groups, shardings.lhs)
     with jax.named_scope("drhs"):
-        drhs = gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, *groups, shardings.rhs)
+        drhs = grouped_gemm_as(spec, spec.rhs_dtype, lhs, dout_nk, *groups, shardings.rhs)
     return dlhs, drhs, None
 
 

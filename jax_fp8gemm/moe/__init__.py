@@ -10,6 +10,7 @@ from jax_fp8gemm.moe import configs as configs
 from jax_fp8gemm.moe._balance import load_balancing_loss as load_balancing_loss
 from jax_fp8gemm.moe._balance import update_balance_bias as update_balance_bias
 from jax_fp8gemm.moe._balance import z_loss as z_loss
+from jax_fp8gemm.moe._gated_mlp import gated_mlp as gated_mlp
 from jax_fp8gemm.moe._mlp import moe_mlp as moe_mlp
 from jax_fp8gemm.moe._moe_layer import moe_layer as moe_layer
 from jax_fp8gemm.moe._permute import permute as permute

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import arrays, checks, formats
+from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.groups import (
     Groups,
     column_starts,
@@ -43,19 +43,15 @@ def check_biases(op: str, biases: Any, w_gate_up: Any, w_down: Any) -> Biases | 
     """Returns the biases; raises unless they are None or those of the experts of these weights."""
     if biases is None:
         return None
-    if not isinstance(biases, tuple | list) or len(biases) != 2:
-        raise ValueError(
-            f"{op}: biases must be None or (b_gate_up (g, 2 f), b_down (g, d)); "
-            f"got {checks.short_repr(biases)}"
-        )
-    found = Biases(*map(arrays.as_array, biases))
+    form = "(b_gate_up (g, 2 f), b_down (g, d))"
+    found = Biases(*checks.check_pair(op, "biases", form, biases))
     for name, b, w in zip(("biases[0]", "biases[1]"), found, (w_gate_up, w_down), strict=True):
         checks.check_array(op, name, b)
         checks.check_dtype(op, name, b, formats.FLOAT_DTYPES)
         if b.shape != (w.shape[0], w.shape[2]):
             raise ValueError(
-                f"{op}: biases must be (b_gate_up (g, 2 f), b_down (g, d)), a row for each "
-                f"expert; got {name} {checks.short_type(b)} with weights {checks.short_type(w)}"
+                f"{op}: biases must be {form}, a row for each expert; "
+                f"got {name} {checks.short_type(b)} with weights {checks.short_type(w)}"
             )
     return Biases(*map(jnp.asarray, found))
 

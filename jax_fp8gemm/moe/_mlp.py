@@ -6,7 +6,7 @@ _mlp_products.py says what is computed, and in which format.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +16,30 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.activation import Activation, check_activation
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Format, Recipe
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import (
-    ProductSpec,
     check_recipe,
-    name_residual,
-    quantize_args,
 )
-from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._primitives.gated import gated
-from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
-from jax_fp8gemm.moe import _mlp_products as products
-from jax_fp8gemm.moe._biases import Biases, add_bias, check_biases
+from jax_fp8gemm.moe._biases import add_bias, check_biases
+from jax_fp8gemm.moe._fused_mlp import fused_mlp
 from jax_fp8gemm.moe._mlp_specs import (
-    Specs,
     check_experts,
     check_num_experts,
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import Weights, without_gradients
+from jax_fp8gemm.moe._operands import MlpOperands, without_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 _OP = "moe_mlp"
-# The columns of x, what the products keep, the weights, and the groups.
-_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, _groups.Groups]
 
 
 @naming_devices
@@ -112,11 +104,11 @@ def moe_mlp(
     operands = (x, w_gate_up, w_down, both)
     x, w_gate_up, w_down, both = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
     groups = _groups.Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
-    operands = match_varying(x, w_gate_up, w_down, both, groups)
+    operands = MlpOperands(*match_varying(x, w_gate_up, w_down, both, groups))
     if not recipe.is_fused:
-        return _unfused_mlp(recipe, implementation, activation, *operands)
-    run = partial(_mlp, with_operand_shardings(specs, *operands[:3]))
-    return reverse_mode(_OP, run, *operands)
+        return _unfused_mlp(recipe, implementation, activation, operands)
+    specs = with_operand_shardings(specs, *operands[:3])
+    return reverse_mode(_OP, partial(fused_mlp, specs), operands)
 
 
 def _check_group_sizes(group_sizes: Any, g: int) -> None:
@@ -134,13 +126,10 @@ def _unfused_mlp(
     recipe: Recipe,
     implementation: Implementation,
     activation: Activation,
-    x: jax.Array,
-    w_gate_up: Weights,
-    w_down: Weights,
-    biases: Biases | None,
-    groups: _groups.Groups,
+    operands: MlpOperands,
 ) -> jax.Array:
     """Computes moe_mlp by two calls of ragged_dot, which stores activations unquantised."""
+    x, w_gate_up, w_down, biases, groups = operands
     if not recipe.is_fp8:
         w_gate_up, w_down = (
             w.dequantize(x.dtype) if isinstance(w, ScaledArray) else w.astype(x.dtype)
@@ -160,55 +149,3 @@ def _unfused_mlp(
     h = gated(gate_up, activation).astype(x.dtype)
     out = reshard(product(h, w_down), jax.typeof(x).sharding.spec)
     return out if biases is None else add_bias(out, biases.down, groups)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(
-    specs: Specs,
-    x: jax.Array,
-    w_gate_up: Weights,
-    w_down: Weights,
-    biases: Biases | None,
-    groups: _groups.Groups,
-) -> jax.Array:
-    rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
-    w = products.transposed_weights(specs, w_gate_up, w_down, biases)
-    return products.forward(specs, rows, w, groups, is_differentiated=False)[0]
-
-
-def _mlp_fwd(
-    specs: Specs,
-    x: jax.Array,
-    w_gate_up: Weights,
-    w_down: Weights,
-    biases: Biases | None,
-    groups: _groups.Groups,
-) -> tuple[jax.Array, _Kept]:
-    kept, w = products.weights_both_ways(specs, w_gate_up, w_down, biases)
-    rows, x_columns = _rows_and_columns(specs.into, specs.into.recipe.fwd, x, groups)
-    out, residuals = products.forward(specs, rows, w, groups, is_differentiated=True)
-    return out, (name_residual("lhs", x_columns), residuals, kept, groups)
-
-
-def _mlp_bwd(specs: Specs, kept: _Kept, dout: jax.Array) -> tuple[Any, ...]:
-    x_columns, residuals, w, groups = kept
-    douts, dout_columns = _rows_and_columns(specs.down, specs.into.recipe.bwd, dout, groups)
-    columns = products.Columns(x_columns, dout_columns)
-    gradients = products.backward(specs, residuals, w, douts, columns, groups, lambda: dout)
-    return *gradients, None
-
-
-_mlp.defvjp(_mlp_fwd, _mlp_bwd)
-
-
-def _rows_and_columns(
-    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: _groups.Groups
-) -> tuple[ScaledArray, ScaledArray | None]:
-    """Quantises x along its last dimension, and along the tokens of each group if needed.
-
-    A product reads the latter for the gradient of its weights.
-    """
-    args = quantize_args(spec, fmt)
-    if spec.rhs_dtype is None:
-        return quantize(x, **args), None
-    return rows_and_ragged_columns(x, *groups, **args)

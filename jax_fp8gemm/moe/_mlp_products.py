@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
-from jax_fp8gemm._ops.scaled_products import gemm_as, wgrad_as
 from jax_fp8gemm._ops.weights import both_ways, transposed
 from jax_fp8gemm._primitives.gated import gated_grad
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
@@ -90,7 +90,7 @@ def weights_both_ways(
 
 def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
     """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
-    gate_up = gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
+    gate_up = grouped_gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
     return gate_up if w.biases is None else add_bias(gate_up, w.biases.gate_up, groups)
 
 
@@ -104,14 +104,14 @@ def down_product(
     h, h_columns = swiglu_quantize(
         gate_up, *groups, activation=activation, with_columns=with_columns, **args
     )
-    out = gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
+    out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
     return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
 
 
 def hidden_gradient(specs: Specs, douts: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
     """Returns dh (m, f) of the quantised rows of dout."""
     with jax.named_scope("dlhs"):
-        return gemm_as(specs.down, specs.down.lhs_dtype, douts, w.down, *groups)
+        return grouped_gemm_as(specs.down, specs.down.lhs_dtype, douts, w.down, *groups)
 
 
 def row_gradient(
@@ -125,7 +125,7 @@ def row_gradient(
         gate_up, dh, *groups, activation=activation, with_columns=with_columns, **args
     )
     with jax.named_scope("dlhs"):
-        dx = gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
+        dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
     return dx, da_columns
 
 
@@ -136,7 +136,7 @@ def weight_gradient(
     if spec.rhs_dtype is None:
         return None
     with jax.named_scope("drhs"):
-        return wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups.sizes, spec.shardings.rhs)
+        return grouped_wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups.sizes, spec.shardings.rhs)
 
 
 def bias_gradients(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -35,7 +35,8 @@ from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
 from jax_fp8gemm.moe._permute import check_top_k
-from jax_fp8gemm.moe._routing import Routing
+from jax_fp8gemm.moe._routing import RouteArguments, Routing
+from jax_fp8gemm.moe._run_arguments import RunArguments
 from jax_fp8gemm.moe._scoring import Scoring
 from jax_fp8gemm.moe._shared_expert import add_shared_expert, check_shared_expert
 
@@ -43,21 +44,41 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
+class _Arguments(RouteArguments, RunArguments, total=False):
+    """The keywords of moe_layer beside return_load."""
+
+    top_k: int | None
+    biases: tuple[Array, Array] | None
+    activation: Activation
+    shared_expert: tuple[Array | ScaledArray, Array | ScaledArray] | None
+
+
 @overload
 def moe_layer(
-    x: Array, router: Any, *weights: Any, return_load: Literal[False] = ..., **options: Any
+    x: Array,
+    router: Array | tuple[Array, Array],
+    w_gate_up: Array | ScaledArray,
+    w_down: Array | ScaledArray,
+    *,
+    return_load: Literal[False] = ...,
+    **how: Unpack[_Arguments],
 ) -> Array: ...
 
 
 @overload
 def moe_layer(
-    x: Array, router: Any, *weights: Any, return_load: Literal[True], **options: Any
+    x: Array,
+    router: Array | tuple[Array, Array],
+    w_gate_up: Array | ScaledArray,
+    w_down: Array | ScaledArray,
+    *,
+    return_load: Literal[True],
+    **how: Unpack[_Arguments],
 ) -> tuple[Array, Array]: ...
 
 
-# The overloads are for the result alone.
 @naming_devices
-def moe_layer(  # pyright: ignore[reportInconsistentOverload]
+def moe_layer(
     x: Float[Array, "*batch d"],
     router: Float[Array, "*batch num_experts"]
     | tuple[Int[Array, "*batch top_k"], Float[Array, "*batch top_k"]],

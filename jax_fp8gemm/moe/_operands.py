@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
+from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm.moe._biases import Biases
@@ -34,6 +35,24 @@ class Inputs(NamedTuple):
     w_down: Weights
     biases: Biases | None
     bias: jax.Array | None
+
+
+class MlpOperands(NamedTuple):
+    """The checked arrays that moe_mlp is given.
+
+    Attributes:
+      x: (m, d), rows sorted by group.
+      w_gate_up: (g, d, 2 f), the weights of the experts.
+      w_down: (g, f, d), likewise.
+      biases: None, or those of the experts.
+      groups: the sizes and the first rows of the groups.
+    """
+
+    x: jax.Array
+    w_gate_up: Weights
+    w_down: Weights
+    biases: Biases | None
+    groups: Groups
 
 
 class Operands(NamedTuple):

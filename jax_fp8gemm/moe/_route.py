@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._choices import count_choices
-from jax_fp8gemm.moe._routing import Routing, as_top_k, check_bias, check_types, fit
+from jax_fp8gemm.moe._routing import RouteArguments, Routing, as_top_k, check_bias, check_types, fit
 from jax_fp8gemm.moe._scoring import Scoring, normalized_scores, scores
 
 if TYPE_CHECKING:
@@ -20,31 +20,13 @@ if TYPE_CHECKING:
 
 @overload
 def route(
-    logits: Float[Array, "*batch num_experts"],
-    top_k: int,
-    *,
-    scoring: Scoring = ...,
-    normalize: bool = ...,
-    bias: Float[Array, " num_experts"] | None = ...,
-    n_group: int | None = ...,
-    topk_group: int | None = ...,
-    scale: float = ...,
-    return_load: Literal[False] = ...,
+    logits: Array, top_k: int, *, return_load: Literal[False] = ..., **how: Unpack[RouteArguments]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def route(
-    logits: Float[Array, "*batch num_experts"],
-    top_k: int,
-    *,
-    scoring: Scoring = ...,
-    normalize: bool = ...,
-    bias: Float[Array, " num_experts"] | None = ...,
-    n_group: int | None = ...,
-    topk_group: int | None = ...,
-    scale: float = ...,
-    return_load: Literal[True],
+    logits: Array, top_k: int, *, return_load: Literal[True], **how: Unpack[RouteArguments]
 ) -> tuple[Array, Array, Array]: ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,21 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm.moe._scoring import Scoring, check_scoring
 
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class RouteArguments(TypedDict, total=False):
+    """The keywords of route beside return_load, for overloads: a result depends on return_load."""
+
+    scoring: Scoring
+    normalize: bool
+    bias: Array | None
+    n_group: int | None
+    topk_group: int | None
+    scale: float
 
 
 @dataclass(frozen=True)

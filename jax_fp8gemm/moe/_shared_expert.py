@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._data import checks
 from jax_fp8gemm._ops.weights import check_weights, without_gradient
-from jax_fp8gemm.moe._mlp import moe_mlp
+from jax_fp8gemm.moe._gated_mlp import gated_mlp
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
 
@@ -27,19 +26,15 @@ def check_shared_expert(shared_expert: Any, x: jax.Array) -> tuple[Weights, Weig
     """Returns the weights of the shared expert; raises unless they are for tokens x (m, d)."""
     if shared_expert is None:
         return None
-    if not isinstance(shared_expert, tuple | list) or len(shared_expert) != 2:
-        raise ValueError(
-            f"{OP}: shared_expert must be None or (w_gate_up (d, 2 f), w_down (f, d)); "
-            f"got {checks.short_repr(shared_expert)}"
-        )
-    w_gate_up, w_down = map(arrays.as_array, shared_expert)
+    form = "(w_gate_up (d, 2 f), w_down (f, d))"
+    w_gate_up, w_down = checks.check_pair(OP, "shared_expert", form, shared_expert)
     for name, w, dims in zip(_NAMES, (w_gate_up, w_down), ("(d, 2 f)", "(f, d)"), strict=True):
         check_weights(OP, name, w)
         checks.check_ndim(OP, name, w, 2, dims)
     d, f = x.shape[1], w_down.shape[0]
     if w_gate_up.shape != (d, 2 * f) or w_down.shape != (f, d):
         raise ValueError(
-            f"{OP}: shared_expert must be (w_gate_up (d, 2 f), w_down (f, d)) for x (..., d); got "
+            f"{OP}: shared_expert must be {form} for x (..., d); got "
             f"x {checks.short_type(x)}, w_gate_up {checks.short_type(w_gate_up)}, "
             f"w_down {checks.short_type(w_down)}"
         )
@@ -60,12 +55,9 @@ def add_shared_expert(
             lambda w: jax.sharding.reshard(w, whole) if jax.typeof(w).sharding.mesh.empty else w,
             experts,
         )
-    w_gate_up, w_down = jax.tree.map(lambda w: jnp.expand_dims(w, 0), experts)
-    return out + moe_mlp(
+    return out + gated_mlp(
         x,
-        w_gate_up,
-        w_down,
-        jnp.full((1,), x.shape[0], jnp.int32),
+        *experts,
         activation=options.activation,
         recipe=options.recipe,
         implementation=options.implementation,

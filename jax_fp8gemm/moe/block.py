@@ -6,19 +6,16 @@ The modules jax_fp8gemm.nnx.MoE and jax_fp8gemm.linen.MoE are made of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data.activation import Activation
-from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm.moe._mlp import moe_mlp
+from jax_fp8gemm.moe._gated_mlp import gated_mlp
 from jax_fp8gemm.moe._moe_layer import moe_layer
 from jax_fp8gemm.moe._route import route
+from jax_fp8gemm.moe._run_arguments import RunArguments
 from jax_fp8gemm.moe.configs import MoEConfig
 
 if TYPE_CHECKING:
@@ -75,7 +72,7 @@ def apply_block(
     x: Float[Array, "*batch d"],
     *,
     return_load: bool = False,
-    **options: Any,
+    **options: Unpack[RunArguments],
 ) -> Float[Array, "*batch d"] | tuple[Float[Array, "*batch d"], Int32[Array, " num_experts"]]:
     """Returns what the block makes of the tokens.
 
@@ -96,13 +93,13 @@ def apply_block(
     shared = None
     if config.num_shared_experts:
         shared = parameters["shared_gate_up"], parameters["shared_down"]
+    how: dict[str, Any] = dict(activation=config.activation, return_load=return_load, **options)
     if config.has_expert_biases:
-        options |= dict(biases=(parameters["b_gate_up"], parameters["b_down"]))
-    options |= dict(activation=config.activation, return_load=return_load)
-    if not config.weighs_tokens:
-        how = config.routing | dict(bias=parameters.get("balance_bias"), shared_expert=shared)
-        return moe_layer(x, logits, *experts, **how, **options)
-    return _weighing_tokens(config, x, logits, experts, shared, options)
+        how |= dict(biases=(parameters["b_gate_up"], parameters["b_down"]))
+    if config.weighs_tokens:
+        return _weighing_tokens(config, x, logits, experts, shared, how)
+    bias = parameters.get("balance_bias")
+    return moe_layer(x, logits, *experts, bias=bias, shared_expert=shared, **config.routing, **how)
 
 
 def _logits(parameters: Mapping[str, Any], x: jax.Array) -> jax.Array:
@@ -114,7 +111,7 @@ def _logits(parameters: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def _weighing_tokens(
-    config: MoEConfig, x: jax.Array, logits: jax.Array, experts: Any, shared: Any, options: Any
+    config: MoEConfig, x: jax.Array, logits: jax.Array, experts: Any, shared: Any, how: Any
 ) -> Any:
     """Runs each expert on weight * token. There is one choice for each token."""
     if config.top_k != 1:
@@ -124,46 +121,9 @@ def _weighing_tokens(
     indices, weights = route(logits, **config.routing)
     router = indices, jnp.ones_like(weights)
     weighed = (x * weights).astype(x.dtype)
-    out = moe_layer(weighed, router, *experts, **options)
+    out = moe_layer(weighed, router, *experts, **how)
     if shared is None:
         return out
-    how = {name: options[name] for name in ("recipe", "implementation") if name in options}
-    added = gated_mlp(x, *shared, activation=config.activation, **how)
+    of_mlp = ("activation", "recipe", "implementation")
+    added = gated_mlp(x, *shared, **{name: how[name] for name in of_mlp if name in how})
     return (out[0] + added, out[1]) if isinstance(out, tuple) else out + added
-
-
-def gated_mlp(
-    x: Float[Array, "*batch d"],
-    w_gate_up: Float[Array, "d two_f"] | ScaledArray,
-    w_down: Float[Array, "f d"] | ScaledArray,
-    *,
-    activation: Activation = "silu",
-    recipe: Recipe | str = DEEPSEEK_V3,
-    implementation: Implementation = None,
-) -> Float[Array, "*batch d"]:
-    """Applies one gated MLP to every token: (act(x . gate) * (x . up)) . down.
-
-    It is moe_mlp with one group. So the activation is quantised as it is computed.
-
-    Args:
-      x: (..., d) bf16, f16 or f32.
-      w_gate_up: (d, 2 f), gate | up, and w_down: (f, d), like x or ScaledArrays, as for moe_mlp.
-      activation, recipe, implementation: as for moe_mlp.
-    Returns:
-      (..., d) array of the dtype of x.
-    Raises:
-      As moe_mlp.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    w_gate_up, w_down = jax.tree.map(lambda w: jnp.expand_dims(w, 0), (w_gate_up, w_down))
-    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    out = moe_mlp(
-        rows,
-        w_gate_up,
-        w_down,
-        sizes,
-        activation=activation,
-        recipe=recipe,
-        implementation=implementation,
-    )
-    return out.reshape(x.shape)

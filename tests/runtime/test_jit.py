@@ -22,7 +22,6 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 pytestmark = ext_program.needs_nvrtc
 
 
-
 def _configure(cache_dir, *, source_dir=None, is_debug=False, dump_dir=""):
     """Points the JIT at `cache_dir` and empties its memory."""
     _ext.configure(

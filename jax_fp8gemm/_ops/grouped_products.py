@@ -1,4 +1,4 @@
-"""gemm_as, wgrad_as: grouped products of quantised operands, with results of any float dtype.
+"""grouped_gemm_as, grouped_wgrad_as: grouped products with results of any float dtype.
 
 The kernels return bf16 or f32. A result in f16 is rounded from f32.
 """
@@ -14,7 +14,7 @@ from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 from jax_fp8gemm._primitives.grouped_wgrad import grouped_wgrad
 
 
-def gemm_as(
+def grouped_gemm_as(
     spec: ProductSpec,
     dtype: DType,
     lhs: ScaledArray,
@@ -31,7 +31,7 @@ def gemm_as(
     return grouped_gemm(lhs, rhs, sizes, first_row, *how).astype(dtype)
 
 
-def wgrad_as(
+def grouped_wgrad_as(
     spec: ProductSpec,
     dtype: DType,
     lhs: ScaledArray | None,
@@ -42,7 +42,7 @@ def wgrad_as(
     """Returns grouped_wgrad with a result of `dtype`.
 
     Neither operand may be None here. Its type allows None because a caller has no operand where the
-    gradient is not wanted. out_spec: as for gemm_as.
+    gradient is not wanted. out_spec: as for grouped_gemm_as.
     """
     assert lhs is not None and rhs is not None
     how = kernel_dtype(dtype), spec.implementation, None, out_spec

@@ -1,0 +1,23 @@
+"""RunArguments: the keywords of moe_layer that say how it runs, not what it computes."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.recipe import Recipe
+from jax_fp8gemm.moe._parallel.exchange import Name
+from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
+
+
+class RunArguments(TypedDict, total=False):
+    """Keywords of moe_layer, which describes them; for functions that pass them on to it."""
+
+    recipe: Recipe | str
+    implementation: Implementation
+    expert_axis: AxisName | None
+    exchange: Name | None
+    capacity_factor: float | None
+    mesh: Mesh | AbstractMesh | None
