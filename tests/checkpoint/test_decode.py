@@ -17,8 +17,6 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "decode.py"
 PROMPT = b"sixteen bytes it is"[:16]
 P = PartitionSpec
 
-pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="needs the checkout's examples")
-
 
 @pytest.fixture(scope="module")
 def decode():
