@@ -178,7 +178,7 @@ class MoE(nnx.Module):
       router, w_gate_up, ...: nnx.Param. moe.block.parameter_shapes(config) lists them. One of them,
         balance_bias, is a BalanceBias, which no gradient trains.
     Raises:
-      ValueError: metadata names no parameter of this config.
+      ValueError: metadata names no parameter of this config. TypeError: options has another name.
     """
 
     def __init__(
@@ -192,6 +192,9 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[RunArguments],
     ):
+        known = list(RunArguments.__annotations__)
+        if more := sorted(set(options) - set(known)):
+            raise TypeError(f"MoE: options must be of {known}; got {more}")
         shapes = parameter_shapes(config)
         if unknown := sorted(set(metadata) - set(shapes)):
             raise ValueError(f"MoE: metadata must name parameters of {list(shapes)}; got {unknown}")

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
-from jax_fp8gemm._ops.weights import check_weights, without_gradient
-from jax_fp8gemm.moe._gated_mlp import gated_mlp
+from jax_fp8gemm._ops.weights import without_gradient
+from jax_fp8gemm.moe._gated_mlp import check_gated_mlp, gated_mlp
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
 
@@ -27,18 +27,9 @@ def check_shared_expert(shared_expert: Any, x: jax.Array) -> tuple[Weights, Weig
     if shared_expert is None:
         return None
     form = "(w_gate_up (d, 2 f), w_down (f, d))"
-    w_gate_up, w_down = checks.check_pair(OP, "shared_expert", form, shared_expert)
-    for name, w, dims in zip(_NAMES, (w_gate_up, w_down), ("(d, 2 f)", "(f, d)"), strict=True):
-        check_weights(OP, name, w)
-        checks.check_ndim(OP, name, w, 2, dims)
-    d, f = x.shape[1], w_down.shape[0]
-    if w_gate_up.shape != (d, 2 * f) or w_down.shape != (f, d):
-        raise ValueError(
-            f"{OP}: shared_expert must be {form} for x (..., d); got "
-            f"x {checks.short_type(x)}, w_gate_up {checks.short_type(w_gate_up)}, "
-            f"w_down {checks.short_type(w_down)}"
-        )
-    return w_gate_up, w_down
+    weights = checks.check_pair(OP, "shared_expert", form, shared_expert)
+    check_gated_mlp(OP, x, dict(zip(_NAMES, weights, strict=True)))
+    return weights
 
 
 @jax.named_scope("fp8gemm_shared_expert")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import raises
 from flax import linen as nn
 from flax import nnx
 
@@ -135,6 +136,16 @@ def test_names_that_are_no_parameters_are_refused():
         ours.MoE(CONFIG, metadata={"w_up": {}}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"axes must name parameters of .*; got \['w_up'\]"):
         linen.MoE(CONFIG, axes={"w_up": ()}).init(jax.random.key(0), jnp.asarray(X))
+
+
+def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
+    with raises(TypeError, match=r"^MoE: options must be of .*'mesh'\]; got \['expert'\]"):
+        ours.MoE(CONFIG, expert="x", rngs=nnx.Rngs(0))
+    for recipe in (["hybrid"], "e4m3"):
+        with raises(TypeError, match="^dot_general: recipe must be a jax_fp8gemm.Recipe or"):
+            ours.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
+    with raises(ValueError, match="^einsum: implementation must be"):
+        ours.Einsum("ab,bc->ac", (2, 3), implementation="gpu", rngs=nnx.Rngs(0))
 
 
 def test_einsum_needs_two_operands_and_a_result():

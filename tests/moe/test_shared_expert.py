@@ -17,7 +17,7 @@ from test_expert_parallel import EXPLICIT, M, auto_mesh, problem
 from test_moe import random
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3, quantize
-from jax_fp8gemm.moe import moe_layer
+from jax_fp8gemm.moe import gated_mlp, moe_layer
 
 D, F = 128, 192  # another f than that of the routed experts
 
@@ -128,7 +128,7 @@ def test_weights_quantised_once():
         (
             lambda up, down: (up, down[1:]),
             ValueError,
-            "shared_expert must be .* for x .*; got x f32",
+            r"shared_expert\[0\] .* and shared_expert\[1\] .* must be for x .*; got f32",
         ),
         (lambda up, down: (up, 1.0), TypeError, r"shared_expert\[1\] must be an array; got float"),
     ],
@@ -137,6 +137,19 @@ def test_bad_weights_raise(change, error, message):
     x, indices, probs, *weights, _ = problem()
     with raises(error, f"moe_layer: {message}"):
         moe_layer(x, (indices, probs), *weights, shared_expert=change(*shared_weights()))
+
+
+def test_bad_operands_of_a_gated_mlp_raise():
+    x, (up, down) = random(4, D, seed=1), shared_weights()
+    for operands, error, message in [
+        ((x, up[:, 1:], down), ValueError, r"w_gate_up \(d, 2 f\) .* must be for x .*; got f32"),
+        ((x[:, 1:], up, down), ValueError, r".* for x f32\[4,127\]"),
+        ((x[0, 0], up, down), ValueError, r"x must be \(\.\.\., d\); got x f32"),
+        ((x.astype(int), up, down), TypeError, "x must be bf16, f16 or f32; got"),
+        ((x, up, down.tolist()), TypeError, "w_down must be an array; got list"),
+    ]:
+        with raises(error, f"gated_mlp: {message}"):
+            gated_mlp(*operands)
 
 
 def test_no_shared_expert_is_the_layer_as_it_was():
