@@ -56,8 +56,11 @@ def test_a_scale_is_cut_as_its_values_where_shards_hold_whole_blocks(
     loaded = checkpoint.load(file, shardings={"a.weight": NamedSharding(mesh, spec)})
     w = loaded.tensors["a.weight"]
     assert w.shape == (512, 256)
-    assert w.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-    assert w.scale.sharding.is_equivalent_to(NamedSharding(mesh, scale_spec), 2)
+    # What is stored is the transpose of w (k, n), and its scale.
+    for stored, cut in ((w.transposed, spec), (w.scale, scale_spec)):
+        of_rows, of_columns = (*cut, None, None)[:2]
+        expected = NamedSharding(mesh, P(of_columns, of_rows))
+        assert stored.sharding.is_equivalent_to(expected, 2)
     reference.assert_same_bits(w.T.values, tensors["a.weight"])
     reference.assert_same_bits(w.T.scale, tensors["a.weight_scale_inv"])
     checkpoint.save(tmp_path / "saved", loaded)
