@@ -14,10 +14,11 @@ import tempfile
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm import checkpoint, matmul, quantize
-from jax_fp8gemm.moe import moe_layer
+from jax_fp8gemm import checkpoint, matmul, quantize, scaled_ragged_dot
+from jax_fp8gemm.moe import moe_layer, route
 
 CONFIG = dict(layers=2, d=256, f=128, heads=4, kv_heads=2, head_dim=64, experts=8, top_k=2)
+FEW = 4  # up to so many tokens at a time, experts run as masked products
 
 
 def make_checkpoint(folder, config=CONFIG, seed=0):
@@ -74,10 +75,32 @@ def mlp(w, x, config):
     if "gate.weight" in w:
         logits = x.astype(jnp.float32) @ w["gate.weight"].astype(jnp.float32).T
         experts = w["experts.w_gate_up"], w["experts.w_down"]
-        out = moe_layer(x, logits, *experts, top_k=config["top_k"], scoring="sigmoid")
+        run = experts_of_few if len(x) <= FEW else moe_layer
+        out = run(x, logits, *experts, top_k=config["top_k"], scoring="sigmoid")
         return out + mlp(within(w, "shared_experts."), x, config)
     gate, up = (matmul(x, w[f"{name}_proj.weight"]) for name in ("gate", "up"))
     return matmul(jax.nn.silu(gate) * up, w["down_proj.weight"])
+
+
+def experts_of_few(x, logits, w_gate_up, w_down, **routing):
+    """Returns what moe_layer does for few tokens x (t, d), by masked products.
+
+    Every expert has t rows, of which its tokens come first; the kernels skip the others. No group
+    begins elsewhere when tokens choose other experts.
+    """
+    indices, weights = route(logits, **routing)
+    chosen = indices[:, :, None] == jnp.arange(logits.shape[1])  # (t, top_k, experts)
+    weights = jnp.sum(chosen * weights[:, :, None], axis=1)  # (t, experts)
+    order = jnp.argsort(~chosen.any(axis=1), axis=0, stable=True).T  # (experts, t)
+    sizes = chosen.sum(axis=(0, 1))
+    gate_up = scaled_ragged_dot(quantize(x[order]), w_gate_up.T, sizes, out_dtype=x.dtype)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    h = quantize(jax.nn.silu(gate) * up)
+    out = scaled_ragged_dot(h, w_down.T, sizes, out_dtype=x.dtype)
+    # Each token's rows, in the order of experts: a sum in a fixed order.
+    places = jnp.argsort(order, axis=1)
+    rows = jnp.take_along_axis(out.astype(jnp.float32), places[:, :, None], axis=1)
+    return jnp.einsum("etd,te->td", rows, weights).astype(x.dtype)
 
 
 def within(tensors, prefix):

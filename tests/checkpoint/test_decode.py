@@ -12,6 +12,7 @@ import reference
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_fp8gemm import checkpoint
+from jax_fp8gemm.moe import moe_layer
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "decode.py"
 PROMPT = b"sixteen bytes it is"[:16]
@@ -145,6 +146,17 @@ def test_a_token_after_the_other_is_what_all_at_once_give(decode, loaded):
     prompt = jnp.array([*PROMPT, *tokens[:-1]])
     rows = run(loaded.tensors, prompt, caches(decode, len(prompt), jnp.bfloat16), 0)
     assert tokens == rows[len(PROMPT) - 1 :].argmax(axis=-1).tolist()
+
+
+def test_masked_experts_are_those_of_the_layer(decode, loaded):
+    w = decode.within(loaded.tensors, "model.layers.1.mlp.")
+    experts = w["experts.w_gate_up"], w["experts.w_down"]
+    how = dict(top_k=2, scoring="sigmoid")
+    x = jax.random.normal(jax.random.key(0), (3, 256))
+    logits = jax.random.normal(jax.random.key(1), (3, 8))
+    both = jax.jit(lambda *args: [run(*args, **how) for run in (moe_layer, decode.experts_of_few)])
+    expected, found = both(x, logits, *experts)
+    assert error(found, expected) < 1e-5
 
 
 def test_eight_devices_hold_one_byte_a_weight(folder, loaded):
