@@ -126,7 +126,8 @@ def moe_layer(
       expert_axis: the mesh axis, or axes, along which the experts lie. Each device has num_experts
         / size of them. In a shard_map over the axis, x and router are those of this device, and
         w_gate_up and w_down are its experts. Elsewhere, the layer makes a shard_map over all axes
-        of the mesh. It cuts the tokens (the leading dimensions of x, as one) along all axes.
+        of the mesh. It cuts the tokens (the leading dimensions of x, as one) along all axes. If
+        they do not divide evenly, it adds tokens that choose no expert, and drops their results.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all" or
         "ragged_all_to_all" (docs/scaling.md). None takes the one that the sizes make fastest. All
         give the same bits, except that "all_to_all" may need further turns, which add in another
@@ -145,8 +146,8 @@ def moe_layer(
       over expert_axis those are the tokens of this device: add up with jax.lax.psum.
     Raises:
       ValueError: shared_expert, expert_axis, exchange, capacity_factor, arguments that do not go
-        together, tokens or experts that do not divide evenly, and whatever the functions of this
-        module raise it for.
+        together, experts that do not divide evenly, tokens that do not with a capacity_factor, and
+        whatever the functions of this module raise it for.
       TypeError: mesh, capacity_factor, any traced argument that is no array, and likewise.
     """
     x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))
@@ -198,7 +199,7 @@ def _run(
     names = axis_names(expert_axis, exchange)
     inputs = Inputs(x, router, w_gate_up, w_down, biases, bias)
     if not is_manual(names):
-        layout = lay_out(inputs, names, mesh)
+        layout = lay_out(options, inputs, names, mesh)
         return expert_parallel_on_mesh(options, layout, exchange, inputs)
     if mesh is not None:
         raise ValueError(

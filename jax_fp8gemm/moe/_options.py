@@ -55,9 +55,14 @@ class LayerOptions:
         indices = indices if most is None else limit(indices, num_experts, most)
         return indices, weights, load
 
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an expert takes a limited number of choices."""
+        return self.capacity_factor not in (None, math.inf)
+
     def capacity(self, num_choices: int, num_experts: int) -> int | None:
         """Returns how many of these choices an expert takes at most; None if it takes all."""
-        if self.capacity_factor in (None, math.inf):
+        if self.capacity_factor is None or not self.has_capacity:
             return None
         if self.capacity_factor >= num_experts:  # and the product may be beyond any float
             return num_choices

@@ -10,7 +10,7 @@ import pytest
 import reference
 from assertions import LAYER, assert_diff_below
 from errors import raises
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 from test_moe import expert, random
@@ -231,6 +231,31 @@ def test_a_large_capacity_is_none():
         np.testing.assert_array_equal(run(capacity_factor=1e300), run())
 
 
+@pytest.mark.parametrize("num_tokens, axis_type", [(2, AUTO), (62, EXPLICIT)])
+def test_tokens_need_not_divide_evenly(num_tokens, axis_type):
+    """The tokens that make them divide choose no expert: they are in no result and no load."""
+    x, indices, probs, *weights, dout = problem()
+    rows = slice(0, num_tokens)
+    x, dout, logits = x[rows], dout[rows], random(M, E, seed=1)[rows]
+    where = mesh(axis_type, axis_type, shape=(2, 2))
+
+    def loss(x, logits, *weights, **kwargs):
+        out, load = moe_layer(x, logits, *weights, top_k=TOP_K, return_load=True, **kwargs)
+        return jnp.vdot(out, dout), (out, load)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    (_, (expected, load)), gradients = jax.jit(run)(x, logits, *weights)
+    on_mesh = jax.jit(functools.partial(run, expert_axis="x", mesh=where))
+    on_y = jax.device_put(x, NamedSharding(where, P("y")))  # cuts 2 and 62 evenly
+    (_, (found, found_load)), found_gradients = on_mesh(on_y, logits, *weights)
+    assert found.shape == x.shape
+    if axis_type is EXPLICIT:
+        assert found.sharding.spec == found_gradients[0].sharding.spec == P("y", None)
+    np.testing.assert_array_equal(found_load, load)
+    # One device has scales of any size; what travels has powers of two.
+    assert_diff_below(LAYER[DEEPSEEK_V3], (found, *found_gradients), (expected, *gradients))
+
+
 def test_bad_operands_are_refused():
     x, indices, probs, *weights, _ = problem()
     where = auto_mesh(4)
@@ -250,8 +275,11 @@ def test_bad_operands_are_refused():
     with raises(TypeError, "moe_layer: expert_axis must be the name of a mesh axis"):
         call(expert_axis=0, mesh=where)
     call = functools.partial(moe_layer, expert_axis="x", mesh=where)
-    with raises(ValueError, "the tokens must divide evenly among the 4 devices of the mesh axes x"):
-        call(x[:63], (indices[:63], probs[:63]), *weights)
+    message = (
+        "moe_layer: with a capacity_factor, .* divide evenly among the 4 devices of the mesh axes"
+    )
+    with raises(ValueError, message):
+        call(x[:63], (indices[:63], probs[:63]), *weights, capacity_factor=1.5)
     with raises(ValueError, "the experts must divide evenly among the 4 .*; got 6. Add experts"):
         call(x, (indices, probs), *(w[:6] for w in weights))
     with raises(ValueError, "w_down must hold an expert; got f32"):

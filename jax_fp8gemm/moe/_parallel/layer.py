@@ -48,6 +48,34 @@ def expert_parallel(
     return expert_mlp(spec, operands), load
 
 
+def _pad_tokens(options: LayerOptions, layout: MeshLayout, inputs: Inputs) -> Inputs:
+    """Returns the inputs with more tokens, which choose no expert, until they divide evenly.
+
+    The router is then (indices, weights): no logits of a token choose no expert.
+    """
+    x, router, w_gate_up, _, _, bias = inputs
+    num_experts = w_gate_up.shape[0]
+    missing = -x.shape[0] % layout.num_devices
+    if missing == 0:
+        return inputs
+    indices, weights, _ = options.choose(router, bias, num_experts)
+
+    def pad(x: jax.Array, value: int) -> jax.Array:
+        whole = layout.place(x, PartitionSpec())
+        return jnp.pad(whole, [(0, missing), (0, 0)], constant_values=value)
+
+    router = pad(indices, num_experts), pad(weights, 0)
+    return inputs._replace(x=pad(x, 0), router=router, bias=None)
+
+
+def _without_padding(layout: MeshLayout, out: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the rows of `out` that belong to the tokens x; if it drops rows, sharded as x."""
+    if out.shape == x.shape:
+        return out
+    rows = layout.place(out, PartitionSpec())[: x.shape[0]]
+    return layout.place(rows, jax.typeof(x).sharding.spec)
+
+
 # NOTE: jitted for calls outside jit. There, a shard_map is compiled again for each new function
 # that it maps, but a jitted function is found again by its static arguments. It is not inlined:
 # with jax 0.10, the derivative would then run op by op.
@@ -62,6 +90,14 @@ def expert_parallel_on_mesh(
 
     Returns the load of all tokens too.
     """
+    out, load = _on_mesh(options, layout, exchange_name, _pad_tokens(options, layout, inputs))
+    return _without_padding(layout, out, inputs.x), load
+
+
+def _on_mesh(
+    options: LayerOptions, layout: MeshLayout, exchange_name: Name | None, inputs: Inputs
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns expert_parallel_on_mesh of tokens that divide evenly."""
     axes = layout.expert_axes
     if not options.recipe.is_fused:
         specs = *(layout.tokens,) * 2, *(layout.experts,) * 3, PartitionSpec()

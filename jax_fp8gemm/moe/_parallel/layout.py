@@ -16,7 +16,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm._sharding.rule import axes_of
 from jax_fp8gemm.moe._operands import Inputs
-from jax_fp8gemm.moe._options import OP
+from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 
@@ -113,11 +113,13 @@ def is_manual(names: tuple[str, ...]) -> bool:
     return set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def lay_out(inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> MeshLayout:
+def lay_out(
+    options: LayerOptions, inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | None
+) -> MeshLayout:
     """Returns how a mesh cuts the inputs; raises ValueError if it cannot.
 
     Experts are cut along the axes of `names`. Tokens are cut along all axes of the mesh, except
-    those of a shard_map around the call.
+    those of a shard_map around the call. Tokens that do not divide evenly are padded later.
     """
     num_tokens, num_experts = inputs.x.shape[0], inputs.w_gate_up.shape[0]
     mesh = _mesh_of(inputs) if mesh is None else mesh
@@ -133,11 +135,11 @@ def lay_out(inputs: Inputs, names: tuple[str, ...], mesh: Mesh | AbstractMesh | 
             f"around the call; got {', '.join(names)}, of which {', '.join(manual)} are"
         )
     layout = MeshLayout(mesh, token_axes, names)
-    if num_tokens % layout.num_devices:
+    if num_tokens % layout.num_devices and options.has_capacity:
         raise ValueError(
-            f"{OP}: the tokens must divide evenly among the {layout.num_devices} devices of the "
-            f"mesh axes {', '.join(token_axes)}; got {num_tokens} tokens. Pad x, or call in a "
-            "shard_map."
+            f"{OP}: with a capacity_factor, which counts the tokens of a device, the tokens must "
+            f"divide evenly among the {layout.num_devices} devices of the mesh axes "
+            f"{', '.join(token_axes)}; got {num_tokens} tokens. Pad x, or call in a shard_map."
         )
     if num_experts % layout.num_expert_devices:
         raise ValueError(
