@@ -3,9 +3,7 @@
 #ifndef JAX_FP8GEMM_PYTHON_H_
 #define JAX_FP8GEMM_PYTHON_H_
 
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <iterator>
@@ -14,6 +12,7 @@
 
 #include "config_attribute.h"
 #include "errors.h"
+#include "thread_end.h"
 
 namespace jax_fp8gemm {
 
@@ -24,14 +23,10 @@ template <typename Work>
 auto WithoutGil(Work&& work) {
   PyThreadState* const state = PyEval_SaveThread();
   auto result = work();
-  try {
-    PyEval_RestoreThread(state);
-  } catch (abi::__forced_unwind&) {
-    // The interpreter is gone, and ends this daemon thread by unwinding its stack (Python < 3.14).
-    // Functions that throw nothing lie below and would abort the process, so it sleeps instead,
-    // as from Python 3.14 on.
-    for (;;) pause();
-  }
+  // Where the interpreter is gone, it ends this daemon thread (Python < 3.14). Functions that throw
+  // nothing lie below and would abort the process, so the thread sleeps, as from Python 3.14 on.
+  SleepIfThreadEnds([](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); },
+                    state);
   return result;
 }
 

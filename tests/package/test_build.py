@@ -40,18 +40,75 @@ def test_every_file_that_bazel_names_exists():
                 assert (_ROOT / file).is_file(), (name, file)
 
 
+def _c_targets() -> dict[str, dict]:
+    """The targets of BUILD that the extension is linked from, itself among them, by name."""
+    targets, found = _bazel_targets(), {}
+    names = ["jax_fp8gemm/_ext"]
+    while names:
+        name = names.pop()
+        found[name] = targets[name]
+        names += [dep[1:] for dep in targets[name].get("deps", []) if dep.startswith(":")]
+    return found
+
+
+def _files(target: dict, *kinds: str) -> set[str]:
+    """Its files below ffi/."""
+    files = [file for kind in kinds for file in target.get(kind, [])]
+    return {str(Path(file).relative_to("ffi")) for file in files}
+
+
 def test_cmake_and_bazel_build_every_source():
-    targets = _bazel_targets()
     ffi = _ROOT / "ffi"
     in_ffi = lambda pattern: {str(path.relative_to(ffi)) for path in ffi.rglob(pattern)}
-    of_bazel = lambda files: {str(Path(file).relative_to("ffi")) for file in files}
+    in_bazel = lambda kind: set().union(*(_files(x, kind) for x in _c_targets().values()))
     sources = in_ffi("*.cc")
-    bazel = of_bazel(targets["jax_fp8gemm/_ext"]["srcs"] + targets["ffi"]["srcs"])
-    cmake = (_ROOT / "ffi" / "CMakeLists.txt").read_text()
+    cmake = (ffi / "CMakeLists.txt").read_text()
     module = re.findall(r"nanobind_add_module\((.*?)\)", cmake, re.DOTALL)[0]
-    assert bazel == sources
+    assert in_bazel("srcs") == sources
     assert set(re.findall(r"[\w/]+\.cc", module)) == sources
-    assert of_bazel(targets["ffi"]["hdrs"]) == in_ffi("*.h")
+    assert in_bazel("hdrs") == in_ffi("*.h")
+
+
+def test_cmake_and_bazel_compile_a_source_with_the_same_options():
+    """Bazel gives options to a target, so a source with options of its own is a target."""
+    options = re.findall(
+        r"set_source_files_properties\((\S+) PROPERTIES COMPILE_OPTIONS (\S+)\)",
+        (_ROOT / "ffi" / "CMakeLists.txt").read_text(),
+    )
+    of_bazel = {
+        (source, copt)
+        for target in _c_targets().values()
+        for source in _files(target, "srcs")
+        for copt in target.get("copts", [])
+    }
+    assert of_bazel == set(options) == {("thread_end.cc", "-fno-exceptions")}
+
+
+def test_a_target_of_bazel_depends_on_what_it_includes():
+    """CMake has all headers on one path. Bazel shows a target those of its dependencies."""
+    targets = _c_targets()
+    for name, target in targets.items():
+        deps = target.get("deps", [])
+        seen = [target, *(targets[dep[1:]] for dep in deps if dep.startswith(":"))]
+        headers = set().union(*(_files(x, "hdrs") for x in seen))
+        for file in _files(target, "srcs", "hdrs"):
+            text = (_ROOT / "ffi" / file).read_text()
+            for included in re.findall(r'#include "(.*?)"', text):
+                if included.startswith("xla/ffi/api/"):
+                    assert "@xla//xla/ffi/api:ffi" in deps, (name, file)
+                else:
+                    assert included in headers, (name, file, included)
+            # nanobind_extension brings Python's headers, for module.cc and its python.h.
+            if re.search(r"#include <(nanobind/|Python\.h)", text):
+                assert file in ("module.cc", "python.h"), (name, file)
+
+
+def test_cmake_and_bazel_link_the_same_libraries():
+    cmake = (_ROOT / "ffi" / "CMakeLists.txt").read_text()
+    (libraries,) = re.findall(r"target_link_libraries\(_ext PRIVATE (.*)\)", cmake)
+    options = {"Threads::Threads": "-lpthread", "${CMAKE_DL_LIBS}": "-ldl"}
+    linked = [option for x in _c_targets().values() for option in x.get("linkopts", [])]
+    assert sorted(linked) == sorted(options[library] for library in libraries.split())
 
 
 def test_kernel_sources_include_nothing_but_each_other():
