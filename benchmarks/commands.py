@@ -7,6 +7,18 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if name.startswith(("jax_fp8gemm.", "benchmarks")):
+            raise
+        print(f"bench needs {name}: pip install -e '.[bench]'")
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Imports what a command needs, and runs it."""
     command = arguments[0] if arguments else ""
     if command == "stamp":
         from benchmarks.provenance import write_stamp

@@ -16,7 +16,10 @@ RESULTS = "benchmarks/results"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm bench", description=__doc__)
+    others = "other commands, in place of FAMILY: suite, warm-deepgemm, stamp, page, plot"
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_fp8gemm bench", description=__doc__, epilog=others
+    )
     add = parser.add_argument
     add("family", choices=FAMILIES)
     shape = "MxNxK; quantize, activation: MxK; ragged, masked: GxExNxK; ragged-wgrad: GxMxNxE"

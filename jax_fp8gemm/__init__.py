@@ -29,3 +29,5 @@ from jax_fp8gemm._runtime.backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._runtime.backend_info import backend_info as backend_info
 from jax_fp8gemm._runtime.extension import EXPORT_CHECKS as EXPORT_CHECKS
 from jax_fp8gemm._runtime.extension import FallbackWarning as FallbackWarning
+
+__version__ = "0.1.0"

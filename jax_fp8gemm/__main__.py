@@ -1,4 +1,4 @@
-"""Command line: python -m jax_fp8gemm info | precompile | bench ..."""
+"""Command line: python -m jax_fp8gemm --version | info | precompile | bench ..."""
 
 import argparse
 import multiprocessing
@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
+import jax
+import jaxlib
+
+from jax_fp8gemm import __version__
 from jax_fp8gemm._runtime import environment, extension
 from jax_fp8gemm._runtime import precompile as _jit
-from jax_fp8gemm._runtime.backend_info import backend_info
+from jax_fp8gemm._runtime.backend_info import backend_info, ffi_api
 from jax_fp8gemm._runtime.precompile import CompileReport
 from jax_fp8gemm._tuning import all_kernels, quantize_config
 
@@ -21,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # bench has a parser of its own, and modules that the other commands need not import.
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
-    parser = argparse.ArgumentParser(prog="python -m jax_fp8gemm")
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_fp8gemm", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has, and why the CUDA kernels are off")
     commands.add_parser("bench", help="measure the kernels (see bench --help)")
@@ -44,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _precompile(options.all_formats, options.clusters, options.jobs)
 
 
+def _versions() -> str:
+    """Returns one line for each part that decides whether the package works."""
+    parts = {
+        "jax_fp8gemm": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "ffi_api": ffi_api(),
+    }
+    return "\n".join(f"{name:<13} {version}" for name, version in parts.items())
+
+
 def _bench(arguments: Sequence[str]) -> int:
     """Runs the checkout's benchmarks/, which is no part of the wheel."""
     checkout = pathlib.Path(__file__).resolve().parents[1]
@@ -55,15 +73,9 @@ def _bench(arguments: Sequence[str]) -> int:
         return 1
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
-    try:
-        import benchmarks
+    import benchmarks
 
-        return benchmarks.main(arguments)  # each command imports what it needs
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(("jax_fp8gemm", "benchmarks")):
-            raise
-        print(f"bench needs {error.name}: pip install -e '.[bench]'")
-        return 1
+    return benchmarks.main(arguments)
 
 
 def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:

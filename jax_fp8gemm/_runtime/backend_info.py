@@ -40,7 +40,7 @@ def backend_info() -> BackendInfo:
         gpu=_describe(_gpu),
         driver=_describe(_driver),
         nvrtc=_describe(lambda: "{1}.{2} ({0})".format(*extension.nvrtc())),
-        ffi_api=_describe(_ffi_api),
+        ffi_api=ffi_api(),
         jax=f"{jax.__version__} (backend: {jax.default_backend()})",
         cache_dir=_cache(),
         reason=extension.unavailable_reason() or _jax_fault(),
@@ -69,6 +69,11 @@ def _driver_version() -> str:
     except OSError:
         found = None
     return found[1] if found else "unknown version"
+
+
+def ffi_api() -> str:
+    """Says the FFI API versions of the extension and of this jaxlib, or why there are none."""
+    return _describe(_ffi_api)
 
 
 def _ffi_api() -> str:

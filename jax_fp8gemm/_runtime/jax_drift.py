@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_TESTED = "0.10.2 to 0.12.0"
+_TESTED = "0.10.2 to 0.12.0.1"
 _NEEDED = (
     "jax.core.ShapedArray.manual_axis_type",
     "jax.experimental.custom_partitioning.custom_partitioning",

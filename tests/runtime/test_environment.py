@@ -90,21 +90,6 @@ def test_the_environment_turns_reports_on(monkeypatch, value):
     assert environment.is_debug() == (value in ("1", "true"))
 
 
-def test_bench_says_what_it_needs(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert __main__.main(["bench", "dense"]) == 1
-    assert capsys.readouterr().out == "bench needs tqdm: pip install -e '.[bench]'\n"
-
-
-def test_bench_says_where_it_is(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(__main__, "__file__", str(tmp_path / "jax_fp8gemm" / "__main__.py"))
-    assert __main__.main(["bench", "dense"]) == 1
-    printed = capsys.readouterr().out
-    assert "bench is in the folder benchmarks/ of a checkout of jax_fp8gemm" in printed
-
-
 def test_precompile_needs_a_folder_and_a_process(monkeypatch, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
