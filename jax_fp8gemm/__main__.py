@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from jax_fp8gemm import __version__
 from jax_fp8gemm._runtime import environment, extension
@@ -56,7 +56,7 @@ def _versions() -> str:
     parts = {
         "jax_fp8gemm": __version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "ffi_api": ffi_api(),
     }
     return "\n".join(f"{name:<13} {version}" for name, version in parts.items())
