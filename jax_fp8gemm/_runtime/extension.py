@@ -6,13 +6,13 @@ works on any machine; `unavailable_reason` opens both, once.
 
 import functools
 import re
-import warnings
 from pathlib import Path
 
 import jax
 import jax.export
 
 from jax_fp8gemm._runtime import environment, hopper
+from jax_fp8gemm._runtime.warn import warn_caller
 
 try:
     from jax_fp8gemm import _ext
@@ -159,21 +159,22 @@ def check_cache_dir() -> None:
     if fault := cache_fault(make=True):
         extension().disable_disk_cache()
         folder = environment.printable(cache_dir)
-        warnings.warn(
+        warn_caller(
             f"jax_fp8gemm: cache folder {folder}: {fault}; kernels are kept in memory only. Set "
             "JAX_FP8GEMM_CACHE_DIR to a folder that only you can write.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Warns that the reference runs instead of the CUDA kernels, once for each reason."""
-    warnings.warn(
+    """Warns that the reference runs instead of the CUDA kernels, once for each reason.
+
+    The warning points at the user's line: see `warn_caller`.
+    """
+    warn_caller(
         f"jax_fp8gemm: the CUDA kernels are off and the slow reference runs instead: {reason}",
         FallbackWarning,
-        stacklevel=3,
     )
 
 

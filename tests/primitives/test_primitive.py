@@ -214,6 +214,26 @@ def test_fallback_warns_once_and_says_why():
 
 
 @on_cpu
+@pytest.mark.parametrize(
+    "size, call",
+    [  # sizes of their own: a program that was lowered before does not warn
+        (41, lambda x: matmul(x, x)),
+        (42, lambda x: jax.jit(matmul)(x, x)),
+        (43, lambda x: jax.grad(lambda x: matmul(x, x).sum())(x)),
+        (44, lambda x: jax.vmap(lambda x: matmul(x, x))(x[None])),
+        (45, lambda x: jax.jit(matmul).lower(x, x)),
+    ],
+    ids=["eager", "jit", "grad", "vmap", "lower"],
+)
+def test_fallback_warning_points_at_the_line_of_the_caller(size, call):
+    extension.warn_once.cache_clear()
+    with pytest.warns(FallbackWarning) as caught:
+        call(jnp.ones((size, size)))
+    (warning,) = caught
+    assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno)
+
+
+@on_cpu
 def test_asking_for_the_reference_does_not_warn():
     extension.warn_once.cache_clear()
     with warnings.catch_warnings():
