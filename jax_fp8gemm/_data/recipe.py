@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import jax.numpy as jnp
+
+from jax_fp8gemm._runtime.html_table import html_table
 
 Format = Literal["e4m3", "e5m2"]
 DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
@@ -68,6 +70,14 @@ class Recipe:
                 "Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'; "
                 f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
             )
+
+    def __repr__(self) -> str:
+        """Returns the call that makes this recipe, without arguments that have their defaults."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Recipe({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), [(f.name, repr(getattr(self, f.name))) for f in fields(self)])
 
     @property
     def is_fp8(self) -> bool:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._runtime import jax_drift
+from jax_fp8gemm._runtime.html_table import html_table
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -165,6 +166,14 @@ class ScaledArray:
         also = "" if is_turned or self.transposed is None else ", transposed"
         scale = checks.short_type(self.scale)
         return f"ScaledArray({stored}, scale={scale}, block={self.block}{also})"
+
+    def _repr_html_(self) -> str:
+        """Returns a table of what is stored: types and bytes. It reads no value."""
+        parts = {"values": self.values, "transposed": self.transposed, "scale": self.scale}
+        stored = {name: x for name, x in parts.items() if x is not None}
+        size: Callable[[Any], str] = lambda x: f"{x.nbytes:,} bytes" if hasattr(x, "nbytes") else ""
+        rows = [(name, checks.short_type(x), size(x)) for name, x in stored.items()]
+        return html_table(f"ScaledArray, block {self.block}", rows)
 
 
 # Functions of ScaledArrays that modules above this one define.

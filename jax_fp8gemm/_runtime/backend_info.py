@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from jax_fp8gemm._runtime import environment, extension
+from jax_fp8gemm._runtime.html_table import html_table
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -28,10 +29,23 @@ class BackendInfo:
     cache_dir: str
     reason: str | None
 
-    def __str__(self) -> str:
+    @property
+    def _kernels(self) -> str:
+        return "on" if self.reason is None else f"off: {self.reason}"
+
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "reason"]
-        rows.append(("cuda kernels", "on" if self.reason is None else f"off: {self.reason}"))
-        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+        return [*rows, ("cuda kernels", self._kernels)]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<13} {value}" for name, value in self._rows())
+
+    def __repr__(self) -> str:
+        gpu = f", {self.gpu}" if self.reason is None else ""
+        return f"<BackendInfo: CUDA kernels {self._kernels}{gpu}>"
+
+    def _repr_html_(self) -> str:
+        return html_table("BackendInfo", self._rows())
 
 
 def backend_info() -> BackendInfo:

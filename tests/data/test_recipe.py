@@ -19,6 +19,28 @@ def test_presets():
     assert DEEPSEEK_V3.is_fp8 and HYBRID.is_fp8 and not BF16.is_fp8
 
 
+@pytest.mark.parametrize(
+    "recipe, text",
+    [
+        (DEEPSEEK_V3, "Recipe()"),
+        (HYBRID, "Recipe(bwd='e5m2')"),
+        (BF16, "Recipe(fwd=None)"),
+        (Recipe(pow2_scale=True, fp8_combine=True), "Recipe(pow2_scale=True, fp8_combine=True)"),
+    ],
+)
+def test_repr_is_a_call_with_what_differs_from_the_defaults(recipe, text):
+    assert repr(recipe) == text
+    assert eval(text) == recipe
+
+
+def test_html_lists_every_field():
+    table = BF16._repr_html_()
+    assert "<caption>Recipe(fwd=None)</caption>" in table
+    assert "<tr><th>fwd</th><td>None</td></tr>" in table
+    assert "<tr><th>bwd</th><td>&#x27;e4m3&#x27;</td></tr>" in table
+    assert table.count("<tr>") == len(dataclasses.fields(Recipe))
+
+
 def test_is_frozen_and_hashable():
     assert len({DEEPSEEK_V3, Recipe(), HYBRID, BF16}) == 3
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -42,6 +42,19 @@ def test_shape_dtype_ndim_are_those_of_the_values():
     assert (turned.shape, turned.dtype, turned.ndim) == ((257, 130), jnp.float8_e4m3fn, 2)
 
 
+def test_html_lists_what_is_stored():
+    q = ScaledArray(jnp.zeros((130, 257), jnp.float8_e5m2), jnp.ones((130, 3)))
+    assert q._repr_html_() == (
+        "<table><caption>ScaledArray, block (1, 128)</caption>"
+        "<tr><th>values</th><td>f8e5m2[130,257]</td><td>33,410 bytes</td></tr>"
+        "<tr><th>scale</th><td>f32[130,3]</td><td>1,560 bytes</td></tr></table>"
+    )
+    # A pytree may hold anything.
+    odd = ScaledArray(None, "<b>", jax.ShapeDtypeStruct((2, 3), q.dtype), SQUARE)._repr_html_()
+    assert "<tr><th>transposed</th><td>f8e5m2[2,3]</td><td></td></tr>" in odd
+    assert "<tr><th>scale</th><td>str</td><td></td></tr>" in odd
+
+
 @pytest.mark.parametrize("with_transpose", [False, True, "only"])
 def test_transpose_of_square_blocks_is_exact(with_transpose):
     x = random((2, 130, 257))

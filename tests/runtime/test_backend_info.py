@@ -44,3 +44,14 @@ def test_backend_info_tells_what_the_machine_has(monkeypatch, tmp_path, text, ve
     assert info.gpu == "NVIDIA H200 (sm90, 108 SMs)"
     assert info.driver == f"{version} (CUDA 13.0)"
     assert info.nvrtc == "13.0 (libnvrtc.so.13)"
+
+
+def test_repr_is_one_line_and_a_notebook_shows_a_table_of_escaped_text():
+    parts = dict.fromkeys(["driver", "nvrtc", "ffi_api", "jax", "cache_dir"], "")
+    on = backend_info.BackendInfo(gpu="NVIDIA H200 (sm90, 132 SMs)", **parts, reason=None)
+    assert repr(on) == "<BackendInfo: CUDA kernels on, NVIDIA H200 (sm90, 132 SMs)>"
+    off = backend_info.BackendInfo(gpu="none: <no driver>", **parts, reason="a&b")
+    assert repr(off) == "<BackendInfo: CUDA kernels off: a&b>"
+    table = off._repr_html_()
+    assert "<tr><th>gpu</th><td>none: &lt;no driver&gt;</td></tr>" in table
+    assert "<tr><th>cuda kernels</th><td>off: a&amp;b</td></tr>" in table
