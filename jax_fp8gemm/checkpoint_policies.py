@@ -3,15 +3,6 @@
 JAX's own dots_saveable looks for its own primitives. It saves nothing of ours, and the backward
 pass then computes each forward product again. Each policy here is a function, as those of
 jax.checkpoint_policies are, and jax.checkpoint_policies.save_from_both_policies joins two.
-
-    save_products                     results of our products
-    save_quantized                    what our products keep for their gradients, FP8 and scales
-    dots_saveable                     JAX's policy of this name, and results of our products
-    dots_with_no_batch_dims_saveable  JAX's policy of this name, and results of our products that
-                                      have no batch dimensions; a group of rows is none
-
-`save_quantized` saves the operands of gradients. Results that the backward pass of other ops needs
-are computed again.
 """
 
 from __future__ import annotations
@@ -28,8 +19,14 @@ _LHS, _RHS, _OUT = CHECKPOINT_NAMES
 _jax = jax.checkpoint_policies
 
 save_products = _jax.save_only_these_names(_OUT)
+"""Saves results of our products."""
+
 save_quantized = _jax.save_only_these_names(_LHS, _RHS)
+"""Saves what our products keep for their gradients, which is FP8 and scales of both operands.
+Results that the backward pass of other ops needs are computed again."""
+
 dots_saveable = _jax.save_from_both_policies(_jax.dots_saveable, save_products)
+"""Saves what JAX's policy of this name saves, and results of our products."""
 
 
 def _is_product_without_batch_dims(primitive: Primitive, *operands: Any, **params: Any) -> bool:
@@ -41,3 +38,5 @@ def _is_product_without_batch_dims(primitive: Primitive, *operands: Any, **param
 dots_with_no_batch_dims_saveable = _jax.save_from_both_policies(
     _jax.dots_with_no_batch_dims_saveable, _is_product_without_batch_dims
 )
+"""Saves what JAX's policy of this name saves, and results of our products that have no batch
+dimensions. A group of rows is none."""

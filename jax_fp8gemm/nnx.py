@@ -158,7 +158,7 @@ class BalanceBias(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: router, experts and shared experts.
+    """A mixture of experts: router, experts and shared experts::
 
         layer = MoE(moe.configs.DEEPSEEK_V3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         y, load = layer(x, return_load=True)

@@ -1,4 +1,4 @@
-"""Runs the products of a Flax model in FP8, by the rules of qwix: no line of the model changes.
+"""Runs the products of a Flax model in FP8, by the rules of qwix. No line of the model changes::
 
     model = qwix.quantize_model(model, jax_fp8gemm.qwix.Provider())
 

@@ -1,4 +1,4 @@
-"""ragged_dot: an implementation of tokamax's grouped product, by this package's.
+"""ragged_dot: an implementation of tokamax's grouped product, by this package's::
 
     tokamax.ragged_dot(lhs, rhs, sizes, implementation=[jax_fp8gemm.tokamax.ragged_dot, "xla"])
 

@@ -22,7 +22,7 @@ _NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """SwiGLU whose gate is bounded above, and whose up is bounded on both sides.
+    """SwiGLU whose gate is bounded above, and whose up is bounded on both sides::
 
         gate' = min(gate, limit)
         up'   = min(max(up, -limit), limit)

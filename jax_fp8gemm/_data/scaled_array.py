@@ -36,8 +36,10 @@ class ScaledArray:
 
     These invariants hold for values (..., r, c). An op checks them when it takes a ScaledArray. The
     constructor checks nothing, because a pytree may hold anything in the place of its leaves.
-      block (1, 128): scale is (..., r, ceil(c / 128)): 128 neighbours of a row share a scale.
-      block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
+
+    - block (1, 128): scale is (..., r, ceil(c / 128)): 128 neighbours of a row share a scale.
+    - block (128, 128): scale is (..., ceil(r / 128), ceil(c / 128)).
+
     An array with block (128, 128) may store its values, or the transposed values, or both. If only
     the latter are stored, the scale is stored transposed too: (..., ceil(c / 128), ceil(r / 128)).
     Scales are finite and positive. Where a block held an Inf or a NaN, its scale and all its values
@@ -109,7 +111,7 @@ class ScaledArray:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of everything that is stored: values, transposed values and scales."""
+        """Returns the bytes of all that is stored, which are values, both ways, and scales."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @classmethod

@@ -104,7 +104,8 @@ def quantize_both(
 ) -> tuple[ScaledArray, ScaledArray]:
     """Quantises `x` (..., m, k) along k and along m, and reads it once.
 
-    Args: as for `quantize`.
+    Args:
+      x, dtype, pow2_scale, implementation: as for `quantize`.
     Returns:
       quantize(x, axis=-1), (..., m, k), and quantize(x, axis=-2), (..., k, m).
     Raises:

@@ -1,4 +1,4 @@
-"""The mixtures of experts of published models, as data.
+"""The mixtures of experts of published models, as data::
 
     config = configs.DEEPSEEK_V3
     moe_layer(x, logits, w_gate_up, w_down, bias=bias, **config.routing)
