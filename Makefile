@@ -1,4 +1,5 @@
-# make demo | test | gpu-test | fuzz | lint. Each sets up $(VENV) first. Of the launch code, without a GPU:
+# make demo | test | gpu-test | fuzz | lint | docs. Each sets up $(VENV) first. docs writes build/docs.
+# Of the launch code, without a GPU:
 #   make fuzz-ffi         random calls for longer, on a fake driver (FUZZ, SEED)
 #   make tsan             its threads under ThreadSanitizer
 #   make coverage         lines of ffi/ that CPU tests execute
@@ -37,7 +38,7 @@ HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test fuzz lint fuzz-ffi tsan coverage golden-launches conformance clean
+.PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -58,6 +59,10 @@ lint: $(VENV)/installed-lint
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES) $(CUDA_SOURCES) \
 	  $(HARNESS_SOURCES)
+
+docs: $(VENV)/installed-docs
+	$(VENV)/bin/sphinx-build -q -W --keep-going -j auto -b html docs build/docs
+	@echo 'docs: build/docs/index.html'
 
 fuzz-ffi: $(VENV)/installed
 	JAX_FP8GEMM_FUZZ=$(FUZZ) JAX_FP8GEMM_FUZZ_SEED=$(SEED) $(TEST_HARNESS)
@@ -96,6 +101,12 @@ endif
 $(VENV)/installed-lint: $(VENV)/installed
 ifeq ($(OFFLINE),)
 	$(INSTALL) -e '.[lint]' --no-build-isolation
+endif
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+ifeq ($(OFFLINE),)
+	$(INSTALL) -e '.[docs]' --no-build-isolation
 endif
 	touch $@
 
