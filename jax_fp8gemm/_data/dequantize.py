@@ -32,7 +32,8 @@ def dequantize(x: ScaledArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "
     Returns:
       Array of x.shape. A block that held Inf or NaN is NaN throughout.
     Raises:
-      TypeError: x is no ScaledArray, or a dtype is wrong. ValueError: scale and values disagree.
+      TypeError: x is no ScaledArray, or a dtype is wrong.
+      ValueError: scale and values disagree.
     """
     x = arrays.as_array(x)
     check_scaled_array("dequantize", "x", x)

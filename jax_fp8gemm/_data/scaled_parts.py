@@ -33,7 +33,8 @@ def stack(arrays: Sequence[ScaledArray], axis: int = 0) -> ScaledArray:
     Returns:
       A ScaledArray, (..., r, c) with one dimension more.
     Raises:
-      TypeError: an element is no ScaledArray. ValueError: they differ, or axis is wrong.
+      TypeError: an element is no ScaledArray.
+      ValueError: they differ, or axis is wrong.
     """
     first = _check_alike("stack", arrays)
     if any(x.shape != first.shape for x in arrays):
@@ -57,7 +58,8 @@ def concatenate(arrays: Sequence[ScaledArray], axis: int = 0) -> ScaledArray:
     Returns:
       A ScaledArray.
     Raises:
-      TypeError: an element is no ScaledArray. ValueError: they differ, axis is wrong, or a block
+      TypeError: an element is no ScaledArray.
+      ValueError: they differ, axis is wrong, or a block
         would hold values of two arrays.
     """
     op = "concatenate"

@@ -45,7 +45,8 @@ def load_balancing_loss(
     Returns:
       f32 scalar; 0 if there are no tokens or no choices.
     Raises:
-      TypeError: a dtype. ValueError: a shape, scoring.
+      TypeError: a dtype is wrong.
+      ValueError: a shape or scoring is wrong.
     """
     op = "load_balancing_loss"
     logits = _as_logits(op, logits)
@@ -66,7 +67,8 @@ def z_loss(logits: Float[Array, "*batch num_experts"]) -> Float32[Array, ""]:
     Returns:
       f32 scalar; 0 if there are no tokens.
     Raises:
-      TypeError: a dtype. ValueError: a shape.
+      TypeError: a dtype is wrong.
+      ValueError: a shape is wrong.
     """
     logits = _as_logits("z_loss", logits)
     return _mean_of_tokens(jax.nn.logsumexp(logits, axis=-1) ** 2, logits.shape[:-1])
@@ -90,7 +92,8 @@ def update_balance_bias(
     Returns:
       An array like `bias`, without a gradient.
     Raises:
-      TypeError: a dtype, rate. ValueError: a shape.
+      TypeError: a dtype or rate is wrong.
+      ValueError: a shape is wrong.
     """
     op = "update_balance_bias"
     bias = _as_logits(op, bias, "bias", cast=False)

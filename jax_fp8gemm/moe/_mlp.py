@@ -82,9 +82,10 @@ def moe_mlp(
       (m, d) array of the dtype of x, sharded as x over Explicit mesh axes. Gradients have the
       dtypes of their operands. That of an empty group is zero. group_sizes has none.
     Raises:
-      TypeError: a dtype. ValueError: shapes, activation, implementation, scale block.
-      NotImplementedError: a second derivative.
-      RuntimeError: implementation="cuda" where the kernels cannot run.
+      TypeError: a dtype is wrong.
+      ValueError: shapes, activation, implementation or a scale block are wrong.
+      NotImplementedError: a second derivative is taken.
+      RuntimeError: implementation="cuda", and the kernels cannot run.
 
     The forward pass keeps for the backward pass: x and h quantised along the tokens of each group
     ("fp8gemm_lhs"), the weights ("fp8gemm_rhs"), and gate_up in bf16, or in f32 if x is f16 or f32

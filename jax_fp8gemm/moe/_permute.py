@@ -90,7 +90,8 @@ def unpermute(
     Returns:
       (m, d) array. Differentiable in rows and weights.
     Raises:
-      TypeError: a dtype. ValueError: shapes, or a top_k above 1024.
+      TypeError: a dtype is wrong.
+      ValueError: shapes are wrong, or top_k is above 1024.
     """
     op = "unpermute"
     rows, order, weights = map(arrays.as_array, (rows, order, weights))

@@ -74,7 +74,8 @@ def route(
       these experts. The weights are differentiable in logits. With return_load also the load,
       (num_experts,) int32: how many choices name each expert.
     Raises:
-      TypeError: a dtype or the kind of an argument. ValueError: rank, top_k, scoring, the shape of
+      TypeError: a dtype or the kind of an argument.
+      ValueError: rank, top_k, scoring, the shape of
       bias, scale, and groups that do not divide the experts or hold too few of them.
     """
     op = "route"
