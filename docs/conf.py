@@ -21,6 +21,7 @@ extensions = [
 ]
 highlight_language = "text"  # of code that names no language
 default_role = "code"  # docstrings write `name`
+smartquotes = False  # what is in quotes may be copied into code
 
 # Links to headings are a forge's: page.md#the-heading-in-lower-case.
 myst_heading_anchors = 4
@@ -56,8 +57,15 @@ def _shorten_signature(*event: Any) -> tuple[str | None, str | None]:
     return _shorten(signature), _shorten(result)
 
 
+def _link_pages(*event: Any) -> None:
+    """Makes links of the names of pages, docs/remat.md, in a docstring."""
+    lines = event[-1]
+    lines[:] = [re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`/\1`", line) for line in lines]
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", _shorten_signature)
+    app.connect("autodoc-process-docstring", _link_pages)
     # autodoc shows overloads in place of a signature, and those of moe_layer name no arguments.
     analyzer = ModuleAnalyzer.for_module("jax_fp8gemm.moe._moe_layer")
     analyzer.analyze()
