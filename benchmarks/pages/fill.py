@@ -15,7 +15,7 @@ from benchmarks.pages.readme import means_text, readme_table
 from benchmarks.pages.tables import files_table, regret_table, rows_table, summary_table
 from benchmarks.provenance import ROOT
 
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/moe.md")
 _TABLES: dict[str, Callable[[], str]] = {
     "files": files_table,
     "summary": summary_table,

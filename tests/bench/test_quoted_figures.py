@@ -1,0 +1,64 @@
+"""Figures that the text of a page quotes are those of the results files."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.pages.results import Row, find, load, ratio
+from benchmarks.provenance import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "docs").exists(), reason="needs the checkout that the tests came from"
+)
+
+
+def _row(table: str, **labels) -> Row:
+    row = find(table, **labels)
+    assert row is not None, (table, labels)
+    return row
+
+
+def _rows(table: str) -> list[Row]:
+    document = load(table)
+    assert document is not None, table
+    return document["rows"]
+
+
+def _ratios(table: str, *peers: str) -> list[float]:
+    found = (ratio(row, peer) for row in _rows(table) for peer in peers)
+    return [value for value in found if value is not None]
+
+
+def _quotes() -> Iterator[tuple[str, str]]:
+    """(page, what it must say)."""
+    few = _row("dense", m=64, n=7168, k=16384)
+    quantised = lambda m, k, mode: _row("quantize", m=m, k=k, mode=mode)["us"]
+    step = _row("step", name="llama3_8b_block")
+    yield "recipes", f"{few['us']:.1f} us"
+    yield "recipes", f"{quantised(8192, 14336, 'blocks'):.1f} us"
+    rows, both = quantised(8192, 7168, "rows"), quantised(8192, 7168, "rows+columns")
+    yield "recipes", f"{rows:.1f} us in place of {both:.1f} us"
+    bf16 = _ratios("wgrad", "torch_bf16", "xla_bf16")
+    yield "recipes", f"{min(bf16):.2f} to {max(bf16):.2f} times as long"
+    mlp = ratio(_row("matmul", layer="llama3_8b_mlp"), "xla_bf16")
+    yield "recipes", f"{mlp:.2f} times as long for the MLP of Llama-3-8B"
+    steps = step["peers_span_us"]["xla_bf16"] / step["span_us"]
+    yield "recipes", f"{steps:.2f} times for a whole training step of a Llama-3-8B block"
+    for tokens in (8192, 4096):
+        ms = lambda sums, tokens=tokens: (
+            _row("fsdp", tokens=tokens, mode="unrolled", sums=sums)["us"] / 1e3
+        )
+        yield "recipes", f"{ms('bf16'):.1f} ms in place of {ms('f32'):.1f} ms"
+    yield "inference", f"{few['us']:.1f} us on an H200, and {few['peers']['torch_bf16']:.1f} us"
+    lax = _ratios("ragged", "lax_ragged_dot")
+    yield "migration/lax", f"{min(lax):.0f} to {max(lax):.0f} times as long"
+    layers = _ratios("moe", "tokamax")
+    yield "migration/tokamax", f"{min(layers):.2f} to {max(layers):.2f} times as long"
+    cleared = [100 * (row["all_us"] / row["us"] - 1) for row in _rows("masked")]
+    yield "migration/deepgemm", f"{min(cleared):.0f} to {max(cleared):.0f} % longer"
+
+
+@pytest.mark.parametrize("page, quote", list(_quotes()))
+def test_page_quotes_the_files(page, quote):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert quote in " ".join(text.split())
