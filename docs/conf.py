@@ -21,7 +21,7 @@ extensions = [
 ]
 highlight_language = "text"  # of code that names no language
 default_role = "code"  # docstrings write `name`
-smartquotes = False  # what is in quotes may be copied into code
+smartquotes_action = "D"  # dashes; what is in quotes may be copied into code
 
 # Links to headings are a forge's: page.md#the-heading-in-lower-case.
 myst_heading_anchors = 4
@@ -66,7 +66,8 @@ def _link_pages(*event: Any) -> None:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("autodoc-process-docstring", _link_pages)
-    # autodoc shows overloads in place of a signature, and those of moe_layer name no arguments.
-    analyzer = ModuleAnalyzer.for_module("jax_fp8gemm.moe._moe_layer")
-    analyzer.analyze()
-    analyzer.overloads.clear()
+    # autodoc shows overloads in place of a signature, and those here name no arguments.
+    for module in ("_moe_layer", "_route"):
+        analyzer = ModuleAnalyzer.for_module(f"jax_fp8gemm.moe.{module}")
+        analyzer.analyze()
+        analyzer.overloads.clear()
