@@ -22,6 +22,7 @@ def _read(pattern: str) -> dict[str, list[Token]]:
 
 
 PAGES = _read("README.md") | _read("CONTRIBUTING.md") | _read("docs/*.md")
+PAGES |= _read("docs/migration/*.md")
 
 
 @dataclass(frozen=True)
