@@ -25,7 +25,7 @@ NO_DTYPES = {
     "module without": (functools, "module"),
     "array": (jnp.ones(3), r"f32\[3\]"),
     "no text of NumPy's": (",", "','"),
-    "recipe": (fp8.BF16, "Recipe"),
+    "recipe": (fp8.BF16, r"Recipe\(fwd=None\)"),
 }
 
 
