@@ -14,7 +14,6 @@
 #   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
 #   FUZZ, SEED   how many times the random calls of CI fuzz-ffi makes, and its seed
 #   WHEEL_PYTHONS, CHECK_PYTHONS  interpreters that wheels are made with, and tried with
-#   ARCH         processor of the wheels: x86_64, or aarch64, which is compiled across
 #   JAX_SOURCE, CONFORMANCE_FLAGS  a checkout with JAX's tests; arguments of tests/conformance/run.py
 
 PYTHON ?= python3
@@ -30,7 +29,6 @@ CONFORMANCE_FLAGS ?=
 CONFORMANCE_VENV = .venv-conformance
 WHEEL_PYTHONS ?= python3.11 python3.12
 CHECK_PYTHONS ?= python3.11 python3.12 python3.13
-ARCH ?= x86_64
 WHEEL_VENV = .venv-wheels
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -48,9 +46,9 @@ TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py
 # The glibc that jaxlib's wheels need, so that ours run where they do. zig compiles for any glibc,
 # with a C++ library of its own in the extension. It gives nanobind no stdio.h by way of others.
 GLIBC = 2.27
-PLATFORM = manylinux_$(subst .,_,$(GLIBC))_$(ARCH)
+PLATFORM = manylinux_$(subst .,_,$(GLIBC))_x86_64
 ZIG = $(abspath $(WHEEL_VENV))/bin/python-zig
-TARGET = -target $(ARCH)-linux-gnu.$(GLIBC)
+TARGET = -target x86_64-linux-gnu.$(GLIBC)
 WHEEL_ENV = CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" CXXFLAGS="-include stdio.h"
 
 .PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance \
