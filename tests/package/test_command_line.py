@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,13 @@ def _benchmarks(*arguments: str) -> int:
     import benchmarks
 
     return benchmarks.main(arguments)
+
+
+@pytest.fixture(autouse=True)
+def in_checkout(monkeypatch):
+    """The package is that of the checkout, also where a wheel is installed."""
+    package = Path(__file__).parents[2] / "jax_fp8gemm"
+    monkeypatch.setattr(__main__, "__file__", str(package / "__main__.py"))
 
 
 @pytest.fixture
