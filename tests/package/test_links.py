@@ -1,4 +1,4 @@
-"""Documents name files, headings and tests that exist."""
+"""Documents and notebooks name files, headings and tests that exist."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def _files() -> Iterator[Path]:
 
 
 _FILES = set(_files())
-_DOCUMENTS = sorted(path for path in _FILES if path.suffix == ".md")
+_DOCUMENTS = sorted(path for path in _FILES if path.suffix in (".md", ".ipynb"))
 each_document = pytest.mark.parametrize(
     "document", _DOCUMENTS, ids=[str(path.relative_to(_ROOT)) for path in _DOCUMENTS]
 )
