@@ -72,50 +72,45 @@ def block_types(
 def _scale_of(amax_bits: jax.Array, e5m2: bool, pow2_scale: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the scale and its reciprocal, both correctly rounded, from the bits of amax.
 
+    The scale of a bad block is NaN. Its reciprocal is some number.
+
     NOTE: it computes in integers, because XLA's f32 division is not IEEE on GPU (div.full, 2 ulp),
     and XLA turns a division by a constant into a multiplication.
     """
     bits = jnp.maximum(amax_bits, _SMALLEST_AMAX_BITS)
     mantissa = (bits & _MANTISSA_MASK) | _IMPLICIT_BIT
-    exponent = bits >> 23
     # mantissa / 7 * 2^3 has 24 bits, or 25 where mantissa >= 7 * 2^21: then one shift less.
-    is_large = mantissa >= np.uint32(7 << 21)
-    numerator = mantissa << jnp.where(is_large, np.uint32(2), np.uint32(3))
-    quotient = numerator // np.uint32(7)
-    quotient += (numerator - quotient * np.uint32(7) >= np.uint32(4)).astype(jnp.uint32)
-    shift = np.uint32(3 + _FMAX_SHIFT[fp8_dtype(e5m2).name])
-    exponent = exponent - shift + is_large.astype(jnp.uint32)
+    is_large = (mantissa >= np.uint32(7 << 21)).astype(jnp.uint32)
+    numerator = mantissa << (np.uint32(3) - is_large)
+    quotient = lax.div(numerator + np.uint32(3), np.uint32(7))  # to nearest; 7 is odd, so no ties
+    exponent = (bits >> 23) - np.uint32(3 + _FMAX_SHIFT[fp8_dtype(e5m2).name]) + is_large
     # Addition, not |: a quotient rounded up to 2^24 carries into the exponent.
-    scale = (exponent << 23) + (quotient - _IMPLICIT_BIT)
+    scale = (exponent << 23) + quotient - _IMPLICIT_BIT
     if pow2_scale:
         scale = (scale + _MANTISSA_MASK) & ~_MANTISSA_MASK
-    reciprocal = _reciprocal_bits(scale)
-    is_bad = amax_bits >= _INF_BITS
-
-    def as_float(bits: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(jnp.where(is_bad, _NAN_BITS, bits), jnp.float32)
-
-    return as_float(scale), as_float(reciprocal)
+    reciprocal = lax.bitcast_convert_type(_reciprocal_bits(scale), jnp.float32)
+    scale = lax.select(amax_bits >= _INF_BITS, jnp.full_like(scale, _NAN_BITS), scale)
+    return lax.bitcast_convert_type(scale, jnp.float32), reciprocal
 
 
 def _reciprocal_bits(bits: jax.Array) -> jax.Array:
     """Returns the bits of 1 / x rounded to nearest, for a normal positive x with normal 1 / x.
 
-    With x = mantissa * 2^e the wanted 24-bit integer is 2^47 / mantissa, rounded. A float division
-    that is 3 ulp off at worst gives a guess. The remainder of the guess, exact modulo 2^32, says by
-    how much to move it. No ties: 2^48 = mantissa * odd only where mantissa is a power of two.
+    With x = mantissa * 2^e the wanted integer of 24 or 25 bits is 2^47 / mantissa, rounded. A float
+    division that is 3 ulp off at worst gives a guess. The remainder of the guess, exact modulo
+    2^32, says by how much to move it: remainder / mantissa, rounded, is between -3 and 3. No ties:
+    2^48 = mantissa * odd only where mantissa is a power of two, and its remainder is a multiple.
     """
     mantissa = (bits & _MANTISSA_MASK) | _IMPLICIT_BIT
-    base = (np.uint32(253) - (bits >> 23)) << 23
+    base = np.uint32(253 << 23) - (bits & ~_MANTISSA_MASK)
     x = lax.bitcast_convert_type(bits, jnp.float32)
     guess = lax.bitcast_convert_type(1.0 / x, jnp.uint32) - base + _IMPLICIT_BIT
-    remainder = lax.bitcast_convert_type(np.uint32(0) - mantissa * guess, jnp.int32)
-    signed = lax.bitcast_convert_type(mantissa, jnp.int32)
-    for odd in (1, 3, 5):
-        guess += (2 * remainder > odd * signed).astype(jnp.uint32)
-        guess -= (2 * remainder < -odd * signed).astype(jnp.uint32)
-    is_power_of_two = mantissa == _IMPLICIT_BIT
-    return jnp.where(is_power_of_two, base + _IMPLICIT_BIT, base + (guess - _IMPLICIT_BIT))
+    # Twice the remainder, for 2^48 is 0 modulo 2^32, plus 7 / 2 times `twice`: a half to round to
+    # nearest, and 3 to keep the numerator positive.
+    twice = mantissa << 1
+    numerator = np.uint32(7) * mantissa - twice * guess
+    moved = guess + lax.div(numerator, twice) - np.uint32(3)
+    return base + moved - _IMPLICIT_BIT
 
 
 def _round_to_fp8(x: jax.Array, e5m2: bool) -> jax.Array:
