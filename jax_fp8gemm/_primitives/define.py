@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental.xla_metadata import (
+    set_xla_metadata,  # pyright: ignore[reportUnknownVariableType]  # JAX leaves it untyped
+)
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
@@ -147,6 +150,22 @@ class _Rules:
         # and runs the call a second time for other readers of the result. The barrier prevents it.
         return lax.optimization_barrier(self.ffi_call(*operands, **params))
 
+    @cached_property
+    def shared_reference(self) -> Callable[..., Arrays]:
+        """The reference as a jitted function of its parameters, sorted, and the operands."""
+
+        def run(params, *operands):
+            return self.reference(*operands, **dict(params))
+
+        run.__name__ = f"{self.op}_reference"
+        return jax.jit(run, static_argnums=0)
+
+    def call_reference(self, *operands, **params):
+        # One function of a program for all calls with these types and parameters. XLA must not
+        # inline it: it would fuse each call with what is around, and compile each fusion anew.
+        results = self.shared_reference(tuple(sorted(params.items())), *operands)
+        return set_xla_metadata(results, inlineable="false")
+
     def abstract_eval(self, *avals, implementation, **params):
         # NOTE: bind() makes all operands vary over the same axes, with one exception: a shard_map
         # without check_vma inside one with it. Nothing can be cast there, and the results of JAX's
@@ -168,7 +187,7 @@ class _Rules:
         rule = self.partition_rule(*ctx.avals_in, **own)
         local = self.run_shard and partial(self.run_shard, run, **params)
         function = partitioned(partial(run, **own), rule, local)
-        is_kernel = run is not self.reference
+        is_kernel = run == self.kernel
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
         # NOTE: in jax.ensure_compile_time_eval() JAX computes constants at once, as arrays, and
         # custom_partitioning accepts no arrays as constants.
@@ -179,7 +198,7 @@ class _Rules:
         if implementation != "xla":
             reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
             fallback.fall_back(self.op, implementation, reason)
-        return lower(self.reference, ctx, *operands, **params)
+        return lower(self.call_reference, ctx, *operands, **params)
 
     def lower_cuda(self, lower, ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else fallback.unusable_reason()
