@@ -161,8 +161,8 @@ class _Rules:
         return jax.jit(run, static_argnums=0)
 
     def call_reference(self, *operands, **params):
-        # One function of a program for all calls with these types and parameters. XLA must not
-        # inline it: it would fuse each call with what is around, and compile each fusion anew.
+        # One function of a program for all calls with these types and parameters. XLA's CPU backend
+        # must not inline it: it would fuse each call with what is around, and compile it anew.
         results = self.shared_reference(tuple(sorted(params.items())), *operands)
         return set_xla_metadata(results, inlineable="false")
 
@@ -198,7 +198,8 @@ class _Rules:
         if implementation != "xla":
             reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
             fallback.fall_back(self.op, implementation, reason)
-        return lower(self.call_reference, ctx, *operands, **params)
+        run = self.call_reference if _platforms(ctx) == "cpu" else self.reference
+        return lower(run, ctx, *operands, **params)
 
     def lower_cuda(self, lower, ctx, *operands, implementation, **params):
         reason = None if implementation == "xla" else fallback.unusable_reason()
