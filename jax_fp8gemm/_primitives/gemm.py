@@ -122,9 +122,11 @@ def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
 def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
     """Returns the scaled product over k-block b, f32 (m, n). rhs has 1x128 scales."""
     # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
-    block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1).astype(jnp.float32)
-    product = lax.dot_general(block(lhs), block(rhs), (((1,), (1,)), ((), ())))
-    column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False)
+    is_index: dict[str, Any] = dict(allow_negative_indices=False)
+    block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1, **is_index)
+    lhs, rhs = (block(x).astype(jnp.float32) for x in (lhs, rhs))
+    product = lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
+    column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False, **is_index)
     return column(lhs_scale)[:, None] * column(rhs_scale)[None] * product
 
 

@@ -82,21 +82,30 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
         one = lambda xs: _reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
         groups_first = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None])
         return [lax.map(one, groups_first)]
-    (m, _), (g, n, _) = lhs.shape, rhs.shape
-    group = groups.group_of_rows(group_sizes, first_row, m)[:, None]
+    m, n = lhs.shape[0], rhs.shape[1]
+    starts, ends = groups.row_ranges(group_sizes, first_row, m)
+    tiles = (ends - starts + _BLOCK - 1) // _BLOCK
+    tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    first_rows = starts - (tile_ends - tiles) * _BLOCK  # where tile 0 would be, were it the group's
+    is_index: dict[str, Any] = dict(allow_negative_indices=False)
+    # A tile may end behind the last row.
+    lhs, lhs_scale = (jnp.pad(x, ((0, _BLOCK), (0, 0))) for x in (lhs, lhs_scale))
 
-    def add_group(out, xs):
-        # All rows are multiplied by this group's matrix, and its own rows are kept. A NaN in other
-        # rows, or in the matrices of other groups, does not reach them.
-        i, weights, scale = xs
-        (product,) = reference(
-            lhs, lhs_scale, weights, scale, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32)
-        )
-        return jnp.where(group == i, product, out), None
+    def multiply_tile(tile, out):
+        # Rows of the next group, and what a NaN among them makes, are not kept.
+        (i,) = groups.count_up_to(tile_ends, tile[None])
+        of_group = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False, **is_index)
+        row = of_group(first_rows) + tile * _BLOCK
+        of_tile = lambda x: lax.dynamic_slice_in_dim(x, row, _BLOCK, **is_index)
+        operands = of_tile(lhs), of_tile(lhs_scale), of_group(rhs), of_group(rhs_scale)
+        (product,) = reference(*operands, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32))
+        is_own = row + jnp.arange(_BLOCK, dtype=jnp.int32) < of_group(ends)
+        kept = jnp.where(is_own[:, None], product, of_tile(out))
+        return lax.dynamic_update_slice_in_dim(out, kept, row, 0, **is_index)
 
-    out = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    out, _ = lax.scan(add_group, out, (jnp.arange(g, dtype=jnp.int32), rhs, rhs_scale))
-    return [out.astype(out_dtype)]
+    out = constant_like(lhs, jnp.zeros((m + _BLOCK, n), jnp.float32))
+    out = lax.fori_loop(jnp.int32(0), jnp.sum(tiles, dtype=jnp.int32), multiply_tile, out)
+    return [out[:m].astype(out_dtype)]
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
