@@ -1,0 +1,135 @@
+"""A decoder-only mixture-of-experts transformer in Flax NNX, its sizes and its FLOP."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_fp8gemm import nnx as fp8
+from jax_fp8gemm.moe.configs import MoEConfig
+
+VOCAB, HEAD_DIM = 256, 64  # tokens are bytes
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model. The first layer has a dense MLP, as in DeepSeek-V3; others have experts.
+
+    Attributes:
+      dim: width; layers: blocks; length: tokens of a sequence; batch: sequences of a step.
+      experts, top_k, f: experts of a layer, how many a token takes, the width of each.
+      rate: the peak learning rate.
+    """
+
+    dim: int
+    layers: int
+    experts: int
+    top_k: int
+    f: int
+    length: int
+    batch: int
+    rate: float
+
+    def config(self) -> MoEConfig:
+        """Returns the block: sigmoid scores, a bias that balances, and one shared expert."""
+        return MoEConfig(
+            hidden=self.dim,
+            intermediate=self.f,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            num_shared_experts=1,
+            scoring="sigmoid",
+            has_balance_bias=True,
+        )
+
+
+SIZES = {
+    "tiny": Size(128, 2, 4, 2, 128, length=64, batch=8, rate=3e-3),
+    "30m": Size(384, 6, 8, 2, 384, length=512, batch=16, rate=1.5e-3),
+    "300m": Size(1024, 10, 16, 4, 512, length=1024, batch=32, rate=6e-4),
+    "1b": Size(2048, 8, 16, 4, 1024, length=2048, batch=64, rate=3e-4),
+}
+
+
+def rotate(x):
+    """Returns x (batch, length, heads, HEAD_DIM) turned by position; halves are the pairs."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    frequencies = 1e4 ** (-jnp.arange(a.shape[-1], dtype=jnp.float32) / a.shape[-1])
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = (f(angles)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@jax.checkpoint
+def attend(q, k, v):
+    """Returns causal attention, by XLA: its bits repeat. The backward pass computes it again."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+class Block(nnx.Module):
+    """Causal attention and a mixture of experts, or a dense MLP, each behind a norm."""
+
+    def __init__(self, size, is_dense, recipe, mesh, rngs):
+        linear = functools.partial(
+            fp8.Linear, use_bias=False, dtype=jnp.bfloat16, recipe=recipe, rngs=rngs
+        )
+        norm = functools.partial(nnx.RMSNorm, size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.qkv, self.out = linear(size.dim, 3 * size.dim), linear(size.dim, size.dim)
+        if is_dense:
+            f = (size.top_k + 1) * size.f  # as many as a token meets in the other layers
+            self.mlp = fp8.SwiGLU(size.dim, f, dtype=jnp.bfloat16, recipe=recipe, rngs=rngs)
+        else:
+            options = dict(recipe=recipe)
+            if mesh is not None:
+                options |= dict(expert_axis="expert", mesh=mesh)
+            self.mlp = fp8.MoE(size.config(), dtype=jnp.bfloat16, rngs=rngs, **options)
+
+    def __call__(self, x):
+        """Returns x after the block, and the load of its experts, or None."""
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], -1, HEAD_DIM), 3, axis=2)
+        heads = attend(rotate(q), rotate(k), v)
+        x = x + self.out(heads.reshape(x.shape))
+        h = self.mlp_norm(x)
+        if isinstance(self.mlp, fp8.MoE):
+            out, load = self.mlp(h, return_load=True)
+            return x + out, load
+        return x + self.mlp(h), None
+
+
+class LanguageModel(nnx.Module):
+    """Bytes (batch, length) -> f32 logits of the next byte, and loads (layers - 1, experts).
+
+    Embedding and head stay in bf16, the router in f32.
+    """
+
+    def __init__(self, size, recipe, mesh, rngs):
+        self.embed = nnx.Embed(VOCAB, size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
+        self.blocks = nnx.List(blocks)
+        self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        self.head = nnx.Linear(size.dim, VOCAB, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x, loads = self.embed(tokens), []
+        for block in self.blocks:
+            x, load = block(x)
+            loads += [] if load is None else [load]
+        return self.head(self.norm(x)).astype(jnp.float32), jnp.stack(loads)
+
+
+def count(size: Size, params: Any) -> tuple[int, int, float]:
+    """Returns the parameters, those that one token meets, and the FLOP of training on one token.
+
+    The FLOP are the model's: 6 for each parameter of a product that the token meets, and those of
+    causal attention. What the implementation computes again or pads is not in them.
+    """
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    idle = 3 * size.dim * size.f * (size.experts - size.top_k) * (size.layers - 1)
+    attention = 6 * size.layers * size.dim * size.length
+    return total, total - idle, 6.0 * (total - idle - VOCAB * size.dim) + attention

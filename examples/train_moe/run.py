@@ -1,0 +1,184 @@
+"""A run: steps, metrics as JSON lines, checkpoints, and how it goes on from one."""
+
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from model import SIZES, count
+from text import Text
+from tqdm import tqdm
+from training import Program, State, program
+
+from jax_fp8gemm import Recipe
+
+EVALUATED = 4  # held-out batches
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is. A checkpoint keeps `identity`, and a run that goes on must have the same."""
+
+    out: pathlib.Path
+    recipe: Recipe
+    size: str = "tiny"
+    seed: int = 0
+    steps: int = 200
+    batch: int | None = None
+    length: int | None = None
+    micro_batches: int = 1
+    data: pathlib.Path | None = None
+    mesh: jax.sharding.Mesh | None = None
+    save_every: int = 500
+    evaluate_every: int = 50
+    checkpoints: pathlib.Path | None = None
+    stop_after: int | None = None
+    deadline: float = float("inf")
+
+    @property
+    def sizes(self):
+        """The Size, with the batch and the length that were asked for."""
+        asked = dict(batch=self.batch, length=self.length)
+        return replace(SIZES[self.size], **{k: v for k, v in asked.items() if v is not None})
+
+    def identity(self, text: Text) -> dict:
+        """Returns what decides a run's batches, initial values and schedule."""
+        sizes = self.sizes
+        return dict(
+            size=self.size,
+            seed=self.seed,
+            steps=self.steps,
+            batch=sizes.batch,
+            length=sizes.length,
+            micro_batches=self.micro_batches,
+            text=text.checksum,
+        )
+
+
+def train(options: Options) -> bool:
+    """Trains to the end, to stop_after, or to the deadline; returns whether it came to the end.
+
+    It goes on from the last checkpoint, if there is one. Lines of metrics after that step are those
+    of steps that are now taken again, and are dropped.
+    """
+    sizes = options.sizes
+    text = Text(options.data, sizes.length, sizes.batch, options.seed)
+    code = program(sizes, options.recipe, options.steps, options.micro_batches, options.mesh)
+    total, active, flop = count(sizes, code.shapes.params)
+    identity = options.identity(text)
+    print(f"{options.size}: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M for each token")
+    folder = (options.checkpoints or options.out / "checkpoints").absolute()
+    with ocp.CheckpointManager(folder, options=_checkpoint_options()) as checkpoints:
+        state, first = _begin(checkpoints, code, options.seed, identity)
+        last = min(options.steps, options.stop_after or options.steps)
+        with Metrics(options.out / "metrics.jsonl", first) as metrics:
+            about = dict(parameters=total, active=active, flop_per_token=flop)
+            device = jax.devices()[0].device_kind
+            metrics.write("start", first, recipe=repr(options.recipe), device=device, **about)
+            for step in tqdm(range(first, last), initial=first, total=last, disable=None):
+                if time.time() > options.deadline:
+                    last = step
+                    break
+                state = _take(code, state, text, step, flop, metrics)
+                done = step + 1
+                if done % options.evaluate_every == 0 or done == options.steps:
+                    metrics.write("evaluation", done, loss=_evaluate(code, state, text))
+                if done % options.save_every == 0 and done < last:
+                    _save(checkpoints, done, state, identity)
+            if last > first:
+                _save(checkpoints, last, state, identity)
+            kind = "end" if last == options.steps else "stop"
+            metrics.write(kind, last, state=digest(state))
+    return last == options.steps
+
+
+def _take(code: Program, state: State, text: Text, step: int, flop: float, metrics) -> State:
+    """Takes one step and writes its metrics."""
+    batch = text.at(step)
+    start = time.perf_counter()
+    state, found = code.step(state, code.place(batch))
+    found = {name: float(x) for name, x in found.items()}  # waits for the step
+    seconds = time.perf_counter() - start
+    tokens = batch.shape[0] * (batch.shape[1] - 1)
+    speed = dict(tokens_per_s=tokens / seconds, tflops=flop * tokens / seconds / 1e12)
+    # Two runs with equal checksums of a step saw the same bytes.
+    seen = dict(batch=hashlib.sha256(batch.tobytes()).hexdigest()[:16], rate=float(code.rate(step)))
+    metrics.write("step", step + 1, **found, **speed, **seen, seconds=seconds)
+    return state
+
+
+def _evaluate(code: Program, state: State, text: Text) -> float:
+    """Returns the mean loss of held-out batches."""
+    batches = map(code.place, text.to_evaluate(EVALUATED))
+    return float(np.mean([float(code.evaluate(state, tokens)) for tokens in batches]))
+
+
+def digest(state: State) -> str:
+    """Returns a hash of all bits of a state."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(state):
+        found.update(np.asarray(x).tobytes())
+    return found.hexdigest()
+
+
+class Metrics:
+    """A file with one JSON object a line. Lines of steps after `step` are dropped first."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read(path) if line["step"] <= step and line["kind"] != "stop"]
+        self.file = path.open("w")
+        for line in kept:
+            self.file.write(json.dumps(line) + "\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def write(self, kind: str, step: int, **values) -> None:
+        """Writes one line, which has the kind, the number of steps taken, and the values."""
+        self.file.write(json.dumps(dict(kind=kind, step=step, **values)) + "\n")
+        self.file.flush()
+        if kind in ("start", "evaluation", "end", "stop"):
+            values.pop("state", None)
+            tqdm.write(f"{kind} {step}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+
+
+def read(path: pathlib.Path) -> Iterator[dict]:
+    """Yields the lines of a file of metrics; none where there is no file.
+
+    A last line without its end was cut off with the process that wrote it, and is left out.
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    yield from (json.loads(line) for line in lines if line.endswith("\n"))
+
+
+def _checkpoint_options():
+    return ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+
+
+def _begin(checkpoints, code: Program, seed: int, identity: dict) -> tuple[State, int]:
+    """Returns the state to go on with, and the steps that it has behind it."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return code.start(jax.random.key(seed)), 0
+    parts = dict(state=ocp.args.StandardRestore(code.shapes), run=ocp.args.JsonRestore())
+    found = checkpoints.restore(step, args=ocp.args.Composite(**parts))
+    if found["run"] != identity:
+        raise ValueError(
+            f"a run that goes on must be the one of its checkpoint, {found['run']}; "
+            f"got {identity}: take the same options, or another --out"
+        )
+    return found["state"], step
+
+
+def _save(checkpoints, step: int, state: State, identity: dict) -> None:
+    parts = dict(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(identity))
+    checkpoints.save(step, args=ocp.args.Composite(**parts))

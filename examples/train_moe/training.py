@@ -1,0 +1,132 @@
+"""One training step: gradients of micro-batches added in f32, AdamW, and the balance of experts."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from model import LanguageModel, Size
+
+from jax_fp8gemm import moe
+from jax_fp8gemm.nnx import BalanceBias
+
+BALANCE_RATE = 1e-3  # as DeepSeek-V3's
+
+
+class State(NamedTuple):
+    """What a checkpoint holds beside the step: every array that a step changes."""
+
+    params: Any
+    biases: Any
+    optimizer: Any
+
+
+class Program:
+    """A model with a recipe on a mesh, and its compiled functions.
+
+    Args:
+      size: sizes of the model.
+      recipe: of all products but the router's and the head's.
+      steps: of the whole run, for the schedule of the learning rate.
+      micro_batches: parts of a batch, one after another; their gradients are added in f32.
+      mesh: None, or a mesh with the axes "fsdp" and "expert".
+    """
+
+    def __init__(self, size: Size, recipe, steps: int, micro_batches: int, mesh=None):
+        self.mesh, self.micro_batches = mesh, micro_batches
+        model = lambda key: nnx.split(
+            LanguageModel(size, recipe, mesh, nnx.Rngs(key)), nnx.Param, BalanceBias
+        )
+        self.graph = nnx.eval_shape(lambda: LanguageModel(size, recipe, mesh, nnx.Rngs(0)))
+        self.graph = nnx.split(self.graph, nnx.Param, BalanceBias)[0]
+        warmup = max(1, steps // 20)
+        self.rate = optax.warmup_cosine_decay_schedule(0, size.rate, warmup, steps, size.rate / 10)
+        is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+        adam = optax.adamw(self.rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+        def start(key):
+            _, params, biases = model(key)
+            params, biases = nnx.to_pure_dict(params), nnx.to_pure_dict(biases)
+            return State(params, biases, self.optimizer.init(params))
+
+        self.shapes = jax.eval_shape(start, jax.random.key(0))
+        shardings = _shardings(self.shapes, mesh)
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        self.shapes = jax.tree.map(place, self.shapes, shardings)
+        self.start = jax.jit(start, out_shardings=shardings)
+        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+        self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[0])
+
+    def place(self, tokens):
+        """Returns a batch on the devices, its sequences over all of them."""
+        axes = None if self.mesh is None else NamedSharding(self.mesh, P(("fsdp", "expert")))
+        return jax.device_put(tokens, axes)
+
+    def _loss(self, params, state: State, tokens):
+        pure = nnx.merge(self.graph, nnx.State(params), nnx.State(state.biases))
+        logits, loads = pure(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean(), loads
+
+    def _step(self, state: State, tokens):
+        gradient = jax.value_and_grad(self._loss, has_aux=True)
+
+        def add(total, tokens):
+            return jax.tree.map(jnp.add, total, gradient(state.params, state, tokens)), None
+
+        # (micro_batches, batch / micro_batches, length + 1): a part has sequences of all devices.
+        parts = tokens.reshape(-1, self.micro_batches, tokens.shape[1]).swapaxes(0, 1)
+        if self.micro_batches == 1:
+            sums = gradient(state.params, state, tokens)
+        else:
+            zeros = jax.eval_shape(gradient, state.params, state, parts[0])
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+            sums, _ = jax.lax.scan(add, zeros, parts)
+        (loss, loads), gradients = sums
+        loss, gradients = jax.tree.map(lambda x: x / self.micro_batches, (loss, gradients))
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        leaves, tree = jax.tree.flatten(state.biases)  # one for each layer with experts, in order
+        biases = [
+            moe.update_balance_bias(b, load, BALANCE_RATE)
+            for b, load in zip(leaves, loads, strict=True)
+        ]
+        metrics = dict(
+            loss=loss,
+            grad_norm=optax.tree.norm(gradients),
+            # 1: every expert has as many tokens as the others.
+            max_load=jnp.max(loads / jnp.mean(loads, axis=1, keepdims=True)),
+        )
+        params = optax.apply_updates(state.params, updates)
+        return State(params, jax.tree.unflatten(tree, biases), optimizer), metrics
+
+
+def _shardings(tree, mesh):
+    """Returns where each array lies: experts along "expert", other dimensions along "fsdp".
+
+    Both cut at multiples of 128 only, so that no scale block is cut.
+    """
+
+    def of(x):
+        if mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        spec = [None] * x.ndim
+        if x.ndim == 3:
+            spec[0] = "expert"
+        for dim in range(max(0, x.ndim - 2), x.ndim if x.ndim > 1 else 0):
+            if x.shape[dim] % (128 * mesh.shape["fsdp"]) == 0:
+                spec[dim] = "fsdp"
+                break
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree.map(of, tree)
+
+
+@functools.cache
+def program(*args) -> Program:
+    """Returns the program of the same arguments again: what it compiled stays."""
+    return Program(*args)

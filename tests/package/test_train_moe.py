@@ -1,0 +1,118 @@
+"""The training example: runs of recipes are pairs, and a run that goes on is the one that never
+stopped, to the bit."""
+
+import json
+import pathlib
+import runpy
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "train_moe"
+DATA = pathlib.Path(json.__file__).parent
+SIZES = ["--batch", "8", "--length", "32", "--steps", "6", "--evaluate-every", "3", "--data", DATA]
+SMALL = [*SIZES, "--micro-batches", "2"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs a command of the example with the settings of a new process, not those of tests."""
+    main = runpy.run_path(str(EXAMPLE))["main"]
+
+    def run(*args):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return main([str(arg) for arg in args])
+
+    return run
+
+
+def lines(folder, kind):
+    read = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in read if line["kind"] == kind]
+
+
+def column(folder, name):
+    return [line[name] for line in lines(folder, "step")]
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """A run of six steps in FP8 that never stopped."""
+    out = tmp_path_factory.mktemp("whole")
+    run("train", "--out", out, *SMALL)
+    return out
+
+
+def test_a_run_learns_and_says_how_fast(whole):
+    assert [line["step"] for line in lines(whole, "step")] == list(range(1, 7))
+    losses = column(whole, "loss")
+    # log(256) = 5.5 at the start, and the few bytes that sources consist of are learnt at once.
+    assert 5 < losses[0] < 7 and losses[-1] < losses[0] - 1
+    held_out = [line["loss"] for line in lines(whole, "evaluation")]
+    assert len(held_out) == 2 and held_out[1] < held_out[0]
+    for line in lines(whole, "step"):
+        assert line["tokens_per_s"] * line["seconds"] == pytest.approx(8 * 32)
+        assert line["grad_norm"] > 0 and 1 <= line["max_load"] <= 4
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(run, whole, tmp_path):
+    run("train", "--out", tmp_path, *SMALL, "--stop-after", 4)
+    (stop,) = lines(tmp_path, "stop")
+    # What a process that was killed after the checkpoint leaves behind.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="step", step=5, loss=0.0)) + '\n{"kind": "st')
+    run("train", "--out", tmp_path, *SMALL)
+    (end,), (expected,) = lines(tmp_path, "end"), lines(whole, "end")
+    assert end["state"] == expected["state"] != stop["state"]
+    for name in ("loss", "batch", "grad_norm"):
+        assert column(tmp_path, name) == column(whole, name)
+
+
+def test_a_checkpoint_goes_on_with_another_recipe_and_no_other_run(run, whole, tmp_path):
+    run("train", "--out", tmp_path, *SMALL, "--stop-after", 4)
+    with pytest.raises(ValueError, match="a run that goes on must be the one of its checkpoint"):
+        run("train", "--out", tmp_path, *SMALL, "--seed", 1)
+    run("train", "--out", tmp_path, *SMALL, "--recipe", "bf16")
+    assert [line["recipe"] for line in lines(tmp_path, "start")] == ["Recipe()", "Recipe(fwd=None)"]
+    losses, others = column(tmp_path, "loss"), column(whole, "loss")
+    assert losses[:4] == others[:4] and losses[4:] != others[4:]
+
+
+def test_recipes_of_a_seed_see_the_same_and_a_sweep_goes_on(run, whole, tmp_path):
+    how = "sweep", "--out", tmp_path, *SMALL, "--recipes", "bf16", "deepseek_v3", "--seeds", "0"
+    assert run(*how, "--seconds", 0) == 3 and not list(tmp_path.iterdir())
+    assert run(*how, "--seconds", 600) == 0
+    names = ("bf16-0", "deepseek_v3-0")
+    bf16, fp8 = (tmp_path / name for name in names)
+    assert column(bf16, "batch") == column(fp8, "batch") == column(whole, "batch")
+    assert len(set(column(bf16, "batch"))) == 6
+    # The same initial values: the first losses differ by the rounding of one forward pass.
+    first = column(bf16, "loss")[0], column(fp8, "loss")[0]
+    assert 0 < abs(first[0] - first[1]) < 0.03
+    assert column(fp8, "loss") == column(whole, "loss")
+    written = [(tmp_path / name / "metrics.jsonl").stat().st_mtime_ns for name in names]
+    assert run(*how, "--seconds", 600) == 0
+    assert written == [(tmp_path / name / "metrics.jsonl").stat().st_mtime_ns for name in names]
+
+
+def test_another_seed_sees_other_batches(run, whole, tmp_path):
+    text = runpy.run_path(str(EXAMPLE / "text.py"))["Text"]
+    first, again, other = (text(DATA, 32, 4, seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.at(5), again.at(5))
+    assert (first.at(5) != other.at(5)).any()
+    # An epoch has every window once, and none that is held out.
+    per_epoch = len(first.starts) // 4
+    assert per_epoch * 4 <= len(set(first.starts)) and not set(first.starts) & set(first.held_out)
+    assert (first.at(0) != first.at(per_epoch)).any()
+    np.testing.assert_array_equal(first.to_evaluate(2), other.to_evaluate(2))
+
+
+def test_it_trains_alike_on_a_mesh_and_without_micro_batches(run, whole, tmp_path):
+    run("train", "--out", tmp_path, *SIZES, "--stop-after", "2", "--mesh", "fsdp=2,expert=4")
+    assert column(tmp_path, "batch") == column(whole, "batch")[:2]
+    # Tokens travel with scales that are powers of two, so a loss moves as by another recipe. A
+    # batch is one part here and two there, so the gradients of parts add up to that of the batch.
+    np.testing.assert_allclose(column(tmp_path, "loss"), column(whole, "loss")[:2], atol=0.03)
+    norms = column(tmp_path, "grad_norm"), column(whole, "grad_norm")[:2]
+    np.testing.assert_allclose(*norms, rtol=0.05)
