@@ -49,7 +49,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(128, 2, 4, 2, 128, length=64, batch=8, rate=3e-3),
-    "30m": Size(384, 6, 8, 2, 384, length=512, batch=16, rate=1.5e-3),
+    "25m": Size(384, 6, 8, 2, 384, length=512, batch=16, rate=1.5e-3),
     "300m": Size(1024, 10, 16, 4, 512, length=1024, batch=32, rate=6e-4),
     "1b": Size(2048, 8, 16, 4, 1024, length=2048, batch=64, rate=3e-4),
 }
@@ -109,14 +109,15 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(self, size, recipe, mesh, rngs):
-        self.embed = nnx.Embed(VOCAB, size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.embed, self.head = linear(VOCAB, size.dim), linear(size.dim, VOCAB)
         blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = nnx.Linear(size.dim, VOCAB, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, tokens):
-        x, loads = self.embed(tokens), []
+        # Not a look-up: on a GPU its gradient is added in an order that changes from run to run.
+        x, loads = self.embed(jax.nn.one_hot(tokens, VOCAB)), []
         for block in self.blocks:
             x, load = block(x)
             loads += [] if load is None else [load]

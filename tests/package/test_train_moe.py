@@ -94,6 +94,8 @@ def test_recipes_of_a_seed_see_the_same_and_a_sweep_goes_on(run, whole, tmp_path
     written = [(tmp_path / name / "metrics.jsonl").stat().st_mtime_ns for name in names]
     assert run(*how, "--seconds", 600) == 0
     assert written == [(tmp_path / name / "metrics.jsonl").stat().st_mtime_ns for name in names]
+    run("plot", tmp_path)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_seed_sees_other_batches(run, whole, tmp_path):
