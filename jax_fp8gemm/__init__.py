@@ -5,6 +5,7 @@ from jax_fp8gemm._runtime import jax_drift as _jax_drift  # noqa: F401 (first: s
 # isort: split
 from jax_fp8gemm import checkpoint_policies as checkpoint_policies
 from jax_fp8gemm import moe as moe
+from jax_fp8gemm import stats as stats
 from jax_fp8gemm._data.dequantize import dequantize as dequantize
 from jax_fp8gemm._data.recipe import BF16 as BF16
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3 as DEEPSEEK_V3
@@ -13,6 +14,8 @@ from jax_fp8gemm._data.recipe import Recipe as Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray as ScaledArray
 from jax_fp8gemm._data.scaled_parts import concatenate as concatenate
 from jax_fp8gemm._data.scaled_parts import stack as stack
+from jax_fp8gemm._inspect.explain import Explanation as Explanation
+from jax_fp8gemm._inspect.explain import explain as explain
 from jax_fp8gemm._ops.dot_general import dot_general as dot_general
 from jax_fp8gemm._ops.einsum import einsum as einsum
 from jax_fp8gemm._ops.matmul import matmul as matmul

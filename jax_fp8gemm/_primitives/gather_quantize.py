@@ -112,7 +112,12 @@ def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale:
 
 
 def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
-    x, scale, rows, weights, groups = _split(operands, is_weighted)
+    return reference(gathered(*operands, is_weighted=is_weighted), *operands[-2:], **params)
+
+
+def gathered(*operands, is_weighted: bool) -> jax.Array:
+    """Returns y (m, k) f32, which the primitive with these operands quantises."""
+    x, scale, rows, weights, _ = _split(operands, is_weighted)
     take = lambda a: jnp.take(a, rows, axis=0, mode="clip")
     if rows.size == 0:
         y = jnp.zeros((0, x.shape[1]), jnp.float32)
@@ -123,7 +128,7 @@ def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
         y = take(x).astype(jnp.float32)
     if weights:
         y *= weights[0][:, None]
-    return reference(y, *groups, **params)
+    return y
 
 
 def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:

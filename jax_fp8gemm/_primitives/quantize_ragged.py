@@ -92,9 +92,15 @@ def reference(
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
     if mode == "row":
         return rows
+    columns = unquantised_columns(x, group_sizes, first_row)
+    return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
+
+
+def unquantised_columns(x: jax.Array, group_sizes: jax.Array, first_row: jax.Array) -> jax.Array:
+    """Returns the ragged columns (k, t) of x (m, k)."""
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
     x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m holds zeros
-    return [*rows, *quantize_blocks(x_and_zeros[source].T, 1, e5m2, pow2_scale)]
+    return x_and_zeros[source].T
 
 
 def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):

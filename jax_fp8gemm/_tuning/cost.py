@@ -77,6 +77,11 @@ def grouped_time_us(
     return _launch_us(max(1, tiles / num_sms + 0.5), tile_clocks, dram_bytes)
 
 
+def copy_time_us(num_bytes: int | float) -> float:
+    """Returns the predicted time of a launch that moves these bytes and computes little."""
+    return _launch_us(0, 0.0, num_bytes)
+
+
 def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_bytes: int) -> float:
     """Returns the predicted clocks of one tile."""
     rows = max(c.block_m, 64)

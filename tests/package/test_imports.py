@@ -20,6 +20,7 @@ _LAYERS = (
     "_ops",
     "moe",
     "checkpoint",
+    "_inspect",
     "",
 )
 

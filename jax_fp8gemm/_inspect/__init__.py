@@ -1,0 +1,1 @@
+"""Looks inside a user's program: the walk through a jaxpr, and what explain and stats share."""

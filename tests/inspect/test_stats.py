@@ -1,0 +1,190 @@
+"""stats.collect against NumPy: three quantisations of a matmul, in loops and transformations."""
+
+import json
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import jax_fp8gemm
+import jax_fp8gemm.nnx
+from jax_fp8gemm import matmul, stats
+
+_FMAX = 448.0
+
+
+def _expected(x, block_m):
+    """The numbers of f32 (m, k) quantised with block_m x 128 blocks, whole ones, in e4m3fn."""
+    m, k = x.shape
+    blocks = x.astype(np.float64).reshape(m // block_m, block_m, k // 128, 128)
+    scale = np.float32(np.abs(blocks).max((1, 3), keepdims=True) / _FMAX)
+    scaled = np.float32(blocks) * (np.float32(1) / scale)
+    quantised = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    error = np.linalg.norm(quantised * scale - blocks) / np.linalg.norm(blocks)
+    flushed = np.sum((blocks != 0) & (quantised == 0)) / np.sum(blocks != 0)
+    return dict(
+        amax=np.abs(x).max(),
+        flushed=flushed,
+        saturated=0.0,
+        scale_min=scale.min(),
+        scale_max=scale.max(),
+        error=error,
+        nonfinite=0,
+    )
+
+
+def _check(record, expected):
+    for name, value in expected.items():
+        np.testing.assert_allclose(record[name], value, rtol=2e-5, err_msg=name)
+
+
+def _operand(seed, shape):
+    """Normal numbers times powers of two, so that some of them are flushed to zero."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-20, 1, size=shape)
+    return x.astype(ml_dtypes.bfloat16)
+
+
+_LHS, _RHS, _DOUT = _operand(0, (256, 128)), _operand(1, (128, 256)), _operand(2, (256, 256))
+
+
+def _loss(lhs, rhs):
+    with jax.named_scope("layer"):
+        out = matmul(lhs, rhs, implementation="xla")
+    return jnp.sum(out.astype(jnp.float32) * _DOUT.astype(np.float32))
+
+
+def _find(found, **wanted):
+    records = [r for r in found.records() if all(r[name] == x for name, x in wanted.items())]
+    assert len(records) == 1, found
+    return records[0]
+
+
+def test_the_quantisations_of_a_matmul_and_its_gradients():
+    step = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))
+    result, found = stats.collect(step)(_LHS, _RHS)
+    jax.tree.map(np.testing.assert_array_equal, result, step(_LHS, _RHS))
+    lhs, rhs, dout = (np.asarray(x, np.float32) for x in (_LHS, _RHS, _DOUT))
+    assert len(found.records()) == 5
+    assert {(r["path"], r["op"]) for r in found.records()} == {("layer", "matmul")}
+    _check(_find(found, operand="lhs", blocks="row"), _expected(lhs, 1))
+    _check(_find(found, operand="lhs", blocks="column"), _expected(lhs.T, 1))
+    _check(_find(found, operand="rhs"), _expected(rhs, 128))
+    _check(_find(found, operand="dout", blocks="row"), _expected(dout, 1))
+    _check(_find(found, operand="dout", blocks="column"), _expected(dout.T, 1))
+    assert all(r["flushed"] > 0.01 for r in found.records())
+    assert {r["pass"] for r in found.records() if r["operand"] == "dout"} == {"backward"}
+
+
+def test_a_scan_merges_its_iterations():
+    scales = np.array([1, 64, 2.0**-30], np.float32)
+
+    def step(lhs, rhs):
+        body = lambda total, s: (total + jax.checkpoint(_loss)(lhs * s, rhs), None)
+        return jax.lax.scan(body, jnp.float32(0), scales.astype(ml_dtypes.bfloat16))[0]
+
+    result, found = stats.collect(jax.jit(jax.grad(step)))(_LHS, _RHS)
+    np.testing.assert_array_equal(result, jax.jit(jax.grad(step))(_LHS, _RHS))
+    lhs = np.asarray(_LHS, np.float32)
+    each = [_expected(lhs * s, 1) for s in scales]
+    forward = _find(stats.collect(jax.jit(step))(_LHS, _RHS)[1], operand="lhs")
+    _check(forward, each[1] | dict(scale_min=min(e["scale_min"] for e in each)))
+    assert {r["pass"] for r in found.records()} == {"recomputed", "backward"}
+
+
+def test_a_while_loop_and_a_branch():
+    def step(x, rhs):
+        double = lambda x: matmul(x, rhs, implementation="xla").astype(x.dtype)
+        keep = lambda x: x
+        x = jax.lax.cond(x[0, 0] > 1e9, double, keep, x)
+        return jax.lax.fori_loop(0, jnp.int32(x[0, 0] * 0) + 2, lambda _, x: double(x) * 0 + x, x)
+
+    result, found = stats.collect(step)(_LHS, _RHS[:, :128])
+    np.testing.assert_array_equal(result, _LHS)
+    branch, loop = (r for r in found.records() if r["operand"] == "lhs")
+    assert branch["amax"] == 0
+    _check(loop, _expected(np.asarray(_LHS, np.float32), 1))
+
+
+def test_nan_and_inf_are_counted():
+    x = np.ones((128, 256), np.float32)
+    x[3, 5], x[7, 200] = np.nan, np.inf
+    (record,) = stats.collect(jax_fp8gemm.quantize)(x)[1].records()
+    assert (record["nonfinite"], record["amax"], record["operand"]) == (2, 1, "x")
+    assert record["error"] < 1e-6
+
+
+def test_vmap_and_an_outer_jit():
+    step = jax.vmap(lambda x: matmul(x, _RHS, implementation="xla"))
+    lhs = np.stack([_LHS, _LHS * 4])
+    _, found = jax.jit(stats.collect(step))(lhs)
+    expected = _expected(np.asarray(lhs, np.float32).reshape(512, 128), 1)
+    _check(_find(found, operand="lhs"), expected)
+
+
+def test_a_shard_map_merges_its_devices():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("i")
+    multiply = lambda x, w: matmul(x, w, implementation="xla")
+    step = jax.shard_map(multiply, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)
+    result, found = stats.collect(step)(_LHS, _RHS)
+    np.testing.assert_array_equal(result, jax.jit(step)(_LHS, _RHS))
+    _check(_find(found, operand="lhs"), _expected(np.asarray(_LHS, np.float32), 1))
+
+
+def test_a_gated_mlp_of_experts():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (256, 128), jnp.bfloat16)
+    gate_up = jax.random.normal(keys[1], (2, 128, 256), jnp.bfloat16)
+    down = jax.random.normal(keys[2], (2, 128, 128), jnp.bfloat16)
+    sizes = jnp.array([100, 156], jnp.int32)
+
+    def loss(x, gate_up, down):
+        out = jax_fp8gemm.moe.moe_mlp(x, gate_up, down, sizes, implementation="xla")
+        return out.astype(jnp.float32).sum()
+
+    _, found = stats.collect(jax.grad(loss, argnums=(0, 1, 2)))(x, gate_up, down)
+    records = found.records()
+    assert found.missed == ()
+    assert {r["operand"] for r in records} == {"lhs", "rhs", "dout"}
+    assert {r["blocks"] for r in records} == {"row", "column", "block"}
+    for record in records:
+        assert record["saturated"] == record["nonfinite"] == 0
+        assert 0 <= record["error"] < 0.04
+
+
+def test_a_module_of_nnx():
+    layer = jax_fp8gemm.nnx.Linear(128, 128, rngs=nnx.Rngs(0), implementation="xla")
+    graph, state = cast(Any, nnx.split(layer))
+
+    @stats.collect
+    def grads(state, x):
+        merge = partial(nnx.merge, graph)
+        loss = lambda state, x: merge(state)(x).sum()
+        return jax.value_and_grad(loss)(state, x)
+
+    _, found = grads(state, jnp.ones((256, 128), jnp.float32))
+    record = _find(found, operand="rhs")
+    np.testing.assert_allclose(record["amax"], jnp.abs(state["kernel"].get_value()).max(), 1e-2)
+
+
+def test_what_it_prints():
+    _, found = stats.collect(_loss)(_LHS, _RHS)
+    lines = str(found).splitlines()
+    assert lines[0].split()[:5] == ["path", "op", "operand", "pass", "blocks"]
+    assert [line.split()[2] for line in lines[1:]] == ["lhs", "rhs"]
+    assert "<th>layer</th>" in found._repr_html_()
+    assert json.loads(json.dumps(found.records())) == found.records()
+
+
+def test_a_program_without_a_collector_stays_as_it_is():
+    step = jax.jit(jax.grad(_loss))
+    text = step.lower(_LHS, _RHS).as_text()
+    stats.collect(step)(_LHS, _RHS)
+    jax.clear_caches()
+    assert jax.jit(jax.grad(_loss)).lower(_LHS, _RHS).as_text() == text
