@@ -113,7 +113,7 @@ class Walk:
                 results, found = self._run(eqn, operands, site.join(stack, eqn))
             if found is not None:
                 keys += found[0]
-                rows.append(found[1])
+                rows.append(_on_mesh_of_context(found[1]))
             values.update(zip(eqn.outvars, results, strict=True))
         results = [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
         return results, (keys, jnp.concatenate(rows))
@@ -218,6 +218,15 @@ class Walk:
             check_vma=params["check_vma"],
         )(*operands)
         return results, (keys, self.measure.merge(rows))
+
+
+def _on_mesh_of_context(rows: jax.Array) -> jax.Array:
+    """Returns replicated rows. Ops of ours run where Explicit mesh axes are Auto, for a moment."""
+    if not (axes := jax.sharding.get_abstract_mesh().explicit_axes):
+        return rows
+    replicated = PartitionSpec(*(None,) * rows.ndim)
+    cast: Any = jax.sharding.auto_axes(lambda x: x, axes=axes, out_sharding=replicated)
+    return cast(rows)
 
 
 def _scan_counts(params: dict[str, Any], num_operands: int) -> tuple[int, int]:

@@ -137,6 +137,15 @@ def test_a_shard_map_merges_its_devices():
     _check(_find(found, operand="lhs"), _expected(np.asarray(_LHS, np.float32), 1))
 
 
+def test_explicit_axes_give_the_numbers_of_one_device():
+    multiply = lambda x: matmul(x, _RHS, implementation="xla")
+    _, alone = stats.collect(multiply)(_LHS)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        _, found = stats.collect(multiply)(jax.device_put(_LHS, PartitionSpec("i", None)))
+    np.testing.assert_allclose(found.rows, alone.rows, rtol=1e-5)
+
+
 def test_a_gated_mlp_of_experts():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (256, 128), jnp.bfloat16)
