@@ -22,6 +22,7 @@ _NEEDED = (
     "jax.interpreters.batching.primitive_batchers",
     "jax.interpreters.mlir.lower_fun",
     "jax.interpreters.mlir.register_lowering",
+    "jax.interpreters.partial_eval.dce_jaxpr",
     "jax.interpreters.partial_eval.dce_rules",
     "jax.interpreters.xla.apply_primitive",
 )
