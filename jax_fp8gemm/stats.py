@@ -35,18 +35,19 @@ class Stats:
         """Returns a dictionary of strings and numbers for each row, as for json.dumps.
 
         Its names:
-          path: the user's part of the name stack: modules, and scopes of jax.named_scope.
-          op: the op that quantises: "matmul", "ragged_dot", "quantize".
-          operand: "lhs", "rhs", "dout" (the cotangent of the result), or "x" of a quantiser.
-          pass: "forward", "backward", or "recomputed" by jax.checkpoint.
-          blocks: "row" or "column", 1x128 blocks along either, or "block", 128x128 blocks.
-          shape, dtype: of the FP8 values.
-          amax: the largest finite magnitude of the operand.
-          flushed: the share of its nonzero values that became zero.
-          saturated: the share that was clipped to the largest FP8 value. 0, unless there is a bug.
-          scale_min, scale_max: the smallest and the largest scale of a block.
-          error: |dequantised - operand| / |operand|, 2-norms. Blocks with NaN or Inf are left out.
-          nonfinite: how many values of the operand were NaN or Inf, in all runs.
+
+        - path: the user's part of the name stack: modules, and scopes of jax.named_scope.
+        - op: the op that quantises: "matmul", "ragged_dot", "quantize".
+        - operand: "lhs", "rhs", "dout" (the cotangent of the result), or "x" of a quantiser.
+        - pass: "forward", "backward", or "recomputed" by jax.checkpoint.
+        - blocks: "row" or "column", 1x128 blocks along either, or "block", 128x128 blocks.
+        - shape, dtype: of the FP8 values.
+        - amax: the largest finite magnitude of the operand.
+        - flushed: the share of its nonzero values that became zero.
+        - saturated: the share that was clipped to the largest FP8 value. 0, unless there is a bug.
+        - scale_min, scale_max: the smallest and the largest scale of a block.
+        - error: `|dequantised - operand| / |operand|`, 2-norms, without blocks of NaN or Inf.
+        - nonfinite: how many values of the operand were NaN or Inf, in all runs.
         """
         rows = np.asarray(self.rows)
         return [key.record(row) for key, row in zip(self._keys, rows, strict=True)]
@@ -60,7 +61,7 @@ class Stats:
 
 
 def collect(function: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
-    """Returns function(*args, **kwargs) and what happened to each operand that it quantised.
+    """Returns `function` with one more result: what happened to each operand that it quantised.
 
     The program is traced, and numbers are added to it as results. `function` itself stays as it is,
     so a program without `collect` costs nothing. Numbers of the backward pass are there if

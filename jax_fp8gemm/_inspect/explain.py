@@ -24,20 +24,23 @@ from jax_fp8gemm._tuning.tile_config import TileConfig
 class Explanation:
     """What `explain` found: a record for each op, in the order of the program. Prints as a table.
 
+    A record is a dictionary of strings and numbers, as for json.dumps. Its names:
+
+    - path: the user's part of the name stack: modules, and scopes of jax.named_scope.
+    - op: the op that the user called, as "matmul".
+    - call: what runs for it: "quantize", "gemm", "grouped_gemm" and so on.
+    - pass: "forward", "backward", or "recomputed" by jax.checkpoint.
+    - runs: how often it runs; None in a while loop. A branch of a cond counts as run.
+    - operands, results: dtypes and shapes; in a shard_map, those of one device.
+    - implementation: "cuda", or "reference" and why.
+    - config: the tile config of a product on a GPU with 132 SMs; None for a quantisation.
+    - bytes: of operands and results of one run.
+    - flop: of one run; 0 for a quantisation. The rows of a grouped product count as if each were
+      in a group, and the tokens of a grouped weight gradient with the zeros that fill blocks.
+    - time_us: the predicted time of one run on an H200.
+
     Attributes:
-      records: dictionaries of strings and numbers, as for json.dumps.
-        path: the user's part of the name stack: modules, and scopes of jax.named_scope.
-        op: the op that the user called, as "matmul".
-        call: what runs for it: "quantize", "gemm", "grouped_gemm" and so on.
-        pass: "forward", "backward", or "recomputed" by jax.checkpoint.
-        runs: how often it runs; None in a while loop. A branch of a cond counts as run.
-        operands, results: dtypes and shapes; in a shard_map, those of one device.
-        implementation: "cuda", or "reference" and why.
-        config: the tile config of a product on a GPU with 132 SMs; None for a quantisation.
-        bytes: of operands and results of one run.
-        flop: of one run; 0 for a quantisation. The rows of a grouped product count as if each were
-          in a group, and the tokens of a grouped weight gradient with the zeros that fill blocks.
-        time_us: the predicted time of one run on an H200.
+      records: a record for each op.
       flop: the sum of runs x flop; None if a while loop runs an op.
       time_us: the sum of runs x time_us, or None likewise.
     """
@@ -66,7 +69,7 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says which ops of this package function(*args, **kwargs) runs, and how, without running it.
+    """Says which ops of this package a call of `function` runs, and how, without running it.
 
     Args:
       function: a function of arrays, jitted or not. For the backward pass, pass jax.grad(loss).
