@@ -57,7 +57,8 @@ def test_on_one_device(recipe):
     run = functools.partial(layer, recipe=recipe)
     expected = functools.partial(in_two_steps, recipe=recipe)
     found, load = jax.jit(run)(*problem())
-    reference.assert_same_bits(found, jax.jit(expected)(*problem())[0])
+    # XLA fuses the sum over experts with what is around it, and then rounds it at other places.
+    assert reference.calc_diff(found, jax.jit(expected)(*problem())[0]) < REORDERED
     np.testing.assert_array_equal(load, expected_load())
     assert load.dtype == jnp.int32
     (*found, _), (*expected, _) = (gradients(f, problem()) for f in (run, expected))
