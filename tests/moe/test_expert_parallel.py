@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from assertions import LAYER, assert_diff_below
+from assertions import LAYER, REORDERED, assert_diff_below
 from errors import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -145,8 +145,11 @@ def test_a_call_outside_jit_compiles_once():
     )
     out, (differentiated, *gradients) = run()
     reference.assert_same_bits(differentiated, out)
-    compiled = program()(*problem())
-    jax.tree.map(reference.assert_same_bits, (out, *gradients), compiled)
+    compiled_out, *compiled = program()(*problem())
+    reference.assert_same_bits(out, compiled_out)
+    for gradient, expected in zip(gradients, compiled, strict=True):
+        # XLA fuses the sum of a weight's gradient with what is around it in the one program.
+        assert reference.calc_diff(gradient, expected) < REORDERED
     events = []
     listener = lambda event, _, **__: events.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
