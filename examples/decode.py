@@ -85,8 +85,8 @@ def mlp(w, x, config):
 def experts_of_few(x, logits, w_gate_up, w_down, **routing):
     """Returns what moe_layer does for few tokens x (t, d), by masked products.
 
-    Every expert has t rows, of which its tokens come first; the kernels skip the others. No group
-    begins elsewhere when tokens choose other experts.
+    Every expert has t rows, and those of its tokens come first. The kernels skip the other rows.
+    The rows of an expert lie at the same place whatever the tokens choose.
     """
     indices, weights = route(logits, **routing)
     chosen = indices[:, :, None] == jnp.arange(logits.shape[1])  # (t, top_k, experts)

@@ -33,7 +33,7 @@ def check_files() -> None:
 
 
 def check_product() -> None:
-    """Small integers, of which each block of 128 has one of 7: every scale is 1/64, and exact."""
+    """The largest value of each block is 7. So all scales are 1/64, and nothing is rounded."""
     rng = np.random.default_rng(0)
     lhs, rhs = rng.integers(-7, 8, (64, 256)), rng.integers(-7, 8, (256, 128))
     lhs[:, ::128] = rhs[::128] = 7

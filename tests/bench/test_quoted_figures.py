@@ -7,10 +7,6 @@ import pytest
 from benchmarks.pages.results import Row, find, load, ratio
 from benchmarks.provenance import ROOT
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "docs").exists(), reason="needs the checkout that the tests came from"
-)
-
 
 def _row(table: str, **labels) -> Row:
     row = find(table, **labels)

@@ -71,7 +71,10 @@ def test_a_grouped_product_and_its_gradients():
     assert found.flop == 2 * _FLOP + flop["grouped_wgrad"]
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says why there is no GPU")
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu",
+    reason="on a GPU the kernels run, so explain gives no reason against them",
+)
 def test_it_says_why_the_reference_runs():
     default = explain(_loss, _X, _W).records[0]["implementation"]
     assert default.startswith("reference: ")

@@ -18,8 +18,6 @@ import benchmarks
 from benchmarks import options
 from jax_fp8gemm import __main__ as command_line
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout that the tests came from")
-
 # Programs of others. "#!/bin/bash" is a comment.
 _OTHERS = {"chmod", "export", "pre-commit"}
 

@@ -9,9 +9,6 @@ from nbclient import NotebookClient
 _FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 _NOTEBOOKS = sorted(_FOLDER.glob("*.ipynb"))
 
-pytestmark = pytest.mark.skipif(
-    not _FOLDER.exists(), reason="needs the checkout that the tests came from"
-)
 each_notebook = pytest.mark.parametrize("path", _NOTEBOOKS, ids=[path.stem for path in _NOTEBOOKS])
 
 

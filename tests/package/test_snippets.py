@@ -10,8 +10,6 @@ from pages import PAGES, ROOT, fences
 
 from jax_fp8gemm import checkpoint, quantize
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout that the tests came from")
-
 _WITH_PYTHON = [p for p in PAGES if any(fence.language == "python" for fence in fences(p))]
 
 

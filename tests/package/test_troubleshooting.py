@@ -10,10 +10,6 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _PAGE = _ROOT / "docs" / "troubleshooting.md"
 
-pytestmark = pytest.mark.skipif(
-    not _PAGE.exists(), reason="needs the checkout that the tests came from"
-)
-
 
 def _python_texts(path: Path) -> Iterator[str]:
     """The texts of a Python file: of an f-string, the parts between what it inserts."""
