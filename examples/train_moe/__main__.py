@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 
 import jax
+from controls import CONTROLS
 from jax.sharding import AxisType
 from model import SIZES
 from plot import plot
@@ -38,11 +39,12 @@ def make_mesh(text):
 
 def make_recipe(args):
     """Returns the recipe of the options."""
-    if args.recipe == "bf16":
-        if args.pow2_scale or args.wgrad is not None:
-            raise SystemExit("--recipe bf16 has no scales: leave out --pow2-scale and --wgrad")
-        return jax_fp8gemm.BF16
     recipe = RECIPES[args.recipe]
+    if args.recipe == "bf16" or args.recipe in CONTROLS:
+        if args.pow2_scale or args.wgrad is not None:
+            name = args.recipe
+            raise SystemExit(f"--recipe {name} is fixed: leave out --pow2-scale and --wgrad")
+        return recipe
     wgrad = args.wgrad or recipe.wgrad
     return replace(recipe, wgrad=wgrad, pow2_scale=recipe.pow2_scale or args.pow2_scale)
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import controls
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -74,20 +75,17 @@ class Block(nnx.Module):
     """Causal attention and a mixture of experts, or a dense MLP, each behind a norm."""
 
     def __init__(self, size, is_dense, recipe, mesh, rngs):
-        linear = functools.partial(
-            fp8.Linear, use_bias=False, dtype=jnp.bfloat16, recipe=recipe, rngs=rngs
-        )
+        linear, swiglu, experts = _modules(recipe, mesh)
+        how = dict(dtype=jnp.bfloat16, rngs=rngs)
+        linear = functools.partial(linear, use_bias=False, **how)
         norm = functools.partial(nnx.RMSNorm, size.dim, dtype=jnp.bfloat16, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.qkv, self.out = linear(size.dim, 3 * size.dim), linear(size.dim, size.dim)
         if is_dense:
             f = (size.top_k + 1) * size.f  # as many as a token meets in the other layers
-            self.mlp = fp8.SwiGLU(size.dim, f, dtype=jnp.bfloat16, recipe=recipe, rngs=rngs)
+            self.mlp = swiglu(size.dim, f, **how)
         else:
-            options = dict(recipe=recipe)
-            if mesh is not None:
-                options |= dict(expert_axis="expert", mesh=mesh)
-            self.mlp = fp8.MoE(size.config(), dtype=jnp.bfloat16, rngs=rngs, **options)
+            self.mlp = experts(size.config(), **how)
 
     def __call__(self, x):
         """Returns x after the block, and the load of its experts, or None."""
@@ -100,6 +98,20 @@ class Block(nnx.Module):
             out, load = self.mlp(h, return_load=True)
             return x + out, load
         return x + self.mlp(h), None
+
+
+def _modules(recipe, mesh):
+    """Returns what makes a Linear, a SwiGLU and a MoE with a recipe, or with a Control."""
+    if isinstance(recipe, controls.Control):
+        if mesh is not None:
+            raise ValueError("a control runs on one device; got a mesh: leave out --mesh")
+        product = functools.partial(controls.dot_general, recipe)
+        linear = functools.partial(nnx.Linear, dot_general=product)
+        others = (functools.partial(c, control=recipe) for c in (controls.SwiGLU, controls.MoE))
+        return linear, *others
+    parallel = {} if mesh is None else dict(expert_axis="expert", mesh=mesh)
+    linear, swiglu = (functools.partial(c, recipe=recipe) for c in (fp8.Linear, fp8.SwiGLU))
+    return linear, swiglu, functools.partial(fp8.MoE, recipe=recipe, **parallel)
 
 
 class LanguageModel(nnx.Module):

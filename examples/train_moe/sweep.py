@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 
+from controls import CONTROLS
 from run import Options, read, train
 
 from jax_fp8gemm import BF16, HYBRID, Recipe
@@ -15,6 +16,7 @@ RECIPES = {
     "hybrid": HYBRID,
     "pow2_scale": Recipe(pow2_scale=True),
     "wgrad_bf16": Recipe(wgrad="bf16"),
+    **CONTROLS,
 }
 
 

@@ -6,6 +6,7 @@ import pathlib
 import runpy
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -118,3 +119,59 @@ def test_it_trains_alike_on_a_mesh_and_without_micro_batches(run, whole, tmp_pat
     np.testing.assert_allclose(column(tmp_path, "loss"), column(whole, "loss")[:2], atol=0.03)
     norms = column(tmp_path, "grad_norm"), column(whole, "grad_norm")[:2]
     np.testing.assert_allclose(*norms, rtol=0.05)
+
+
+@pytest.fixture(scope="module")
+def controls():
+    return runpy.run_path(str(EXAMPLE / "controls.py"))
+
+
+def rounded(x, blocks):
+    """x in e4m3 with a scale for each block of the sizes `blocks`, by NumPy; None: no scale."""
+    if blocks is None:
+        return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    (m, n), (rows, columns) = x.shape, blocks
+    parts = x.reshape(m // rows, rows, n // columns, columns)
+    scale = np.abs(parts).max(axis=(1, 3), keepdims=True) / np.float32(448)
+    values = (parts / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return (values * scale).reshape(m, n)
+
+
+# Blocks of lhs, rhs and dout, (along the contraction, across it), in the order of the product.
+BLOCKS = {
+    "per_tensor": [(256, 256)] * 3,
+    "unscaled": [None] * 3,
+    "square_dout": [(128, 1), (128, 128), (128, 128)],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_control_rounds_what_it_multiplies(controls, name, grouped):
+    random = np.random.default_rng(0)
+    spread = lambda: random.standard_normal((256, 256)) * 10 ** random.uniform(-3, 0, (256, 1))
+    lhs, rhs, dout = (spread().astype(ml_dtypes.bfloat16) for _ in range(3))
+    sizes = np.array([256]) if grouped else None
+    product = lambda lhs, rhs: controls["product"](controls["CONTROLS"][name], lhs, rhs, sizes)
+    out, vjp = jax.vjp(
+        product, jax.numpy.asarray(lhs), jax.numpy.asarray(rhs[None] if grouped else rhs)
+    )
+    of_lhs, of_rhs, of_dout = BLOCKS[name]
+    lhs, rhs, dout32 = (x.astype(np.float32) for x in (lhs, rhs, dout))
+    turned = lambda blocks: blocks and blocks[::-1]
+    left = lambda x, blocks: rounded(x, turned(blocks))  # contracted along its columns
+    expected = [
+        left(lhs, of_lhs) @ rounded(rhs, of_rhs),
+        left(dout32, of_dout) @ rounded(rhs, turned(of_rhs)).T,
+        rounded(lhs, of_lhs).T @ rounded(dout32, of_dout),
+    ]
+    for found, truth in zip([out, *vjp(jax.numpy.asarray(dout))], expected, strict=True):
+        found = np.asarray(found, np.float64).reshape(256, 256)
+        # Operands and results are rounded to bf16, 2^-9 each. Leaving out e4m3 errs by 3e-2.
+        assert np.linalg.norm(found - truth) < 4e-3 * np.linalg.norm(truth)
+
+
+def test_casts_without_scales_learn_less(run, whole, tmp_path):
+    run("train", "--out", tmp_path, *SMALL, "--recipe", "unscaled")
+    unscaled, scaled = (lines(folder, "evaluation")[-1]["loss"] for folder in (tmp_path, whole))
+    assert unscaled > scaled + 0.1

@@ -1,0 +1,156 @@
+"""Products that are expected to train worse than the package's: the controls of the evidence.
+
+A control rounds operands as a coarser FP8 recipe would. Then it multiplies in bf16, which holds
+what was rounded to e4m3 with an error far below that of e4m3. So it runs at the speed of bf16.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm import BF16, matmul, moe, ragged_dot
+from jax_fp8gemm import nnx as fp8
+
+BLOCK = 128
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+
+
+def _rounded(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+    """Returns x rounded to e4m3 with one scale for all elements along `axes`; None: for all."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / LARGEST
+    return ((wide / scale).astype(E4M3).astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def per_tensor(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x in e4m3 with one scale."""
+    return _rounded(x, None)
+
+
+def unscaled(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x in e4m3 as it is: small values vanish, large ones saturate."""
+    return jnp.clip(x, -LARGEST, LARGEST).astype(E4M3).astype(x.dtype)
+
+
+def in_rows(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x in e4m3 with one scale for 128 elements along the contraction."""
+    x = jnp.moveaxis(x, axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    return jnp.moveaxis(_rounded(blocks, (-1,)).reshape(x.shape), -1, axis)
+
+
+def in_squares(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x in e4m3 with one scale for 128x128 elements of the last two dimensions."""
+    m, n = x.shape[-2:]
+    blocks = x.reshape(-1, m // BLOCK, BLOCK, n // BLOCK, BLOCK)
+    return _rounded(blocks, (2, 4)).reshape(x.shape)
+
+
+class Control(NamedTuple):
+    """How a control rounds lhs, rhs and the cotangent dout of a product.
+
+    Each is a function of an array and the axis of the contraction.
+    """
+
+    name: str
+    lhs: Callable[[jax.Array, int], jax.Array]
+    rhs: Callable[[jax.Array, int], jax.Array]
+    dout: Callable[[jax.Array, int], jax.Array]
+
+    def __repr__(self):
+        return f"Control({self.name!r})"
+
+
+_ALL = (
+    Control("per_tensor", per_tensor, per_tensor, per_tensor),
+    Control("unscaled", unscaled, unscaled, unscaled),
+    # As DEEPSEEK_V3, but for cotangents: its report saw training diverge with them in squares.
+    Control("square_dout", in_rows, in_squares, in_squares),
+)
+CONTROLS = {control.name: control for control in _ALL}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(control: Control, lhs, rhs, sizes):
+    """Returns lhs (m, k) times rhs (k, n); with group sizes (g,), times rhs (g, k, n) by group."""
+    return _in_bf16(control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
+
+
+def _in_bf16(lhs, rhs, sizes):
+    if sizes is None:
+        return matmul(lhs, rhs, recipe=BF16)
+    return ragged_dot(lhs, rhs, sizes, recipe=BF16)
+
+
+def _product_bwd(control: Control, operands, dout):
+    lhs, rhs, sizes = operands
+    of_lhs = lambda lhs: _in_bf16(lhs, control.rhs(rhs, -1), sizes)
+    of_rhs = lambda rhs: _in_bf16(control.lhs(lhs, -2), rhs, sizes)
+    (dlhs,) = jax.vjp(of_lhs, lhs)[1](control.dout(dout, -1))
+    (drhs,) = jax.vjp(of_rhs, rhs)[1](control.dout(dout, -2))
+    return dlhs, drhs, None
+
+
+product.defvjp(lambda control, *operands: (product(control, *operands), operands), _product_bwd)
+
+
+def dot_general(control: Control, lhs, rhs, dimension_numbers, **options):
+    """Returns the product of a Linear: lhs (..., k) times rhs (k, n)."""
+    if dimension_numbers != (((lhs.ndim - 1,), (0,)), ((), ())):
+        raise ValueError(f"a control multiplies (..., k) by (k, n); got {dimension_numbers}")
+    out = product(control, lhs.reshape(-1, lhs.shape[-1]), rhs, None)
+    return out.reshape(*lhs.shape[:-1], -1)
+
+
+def mlp(control: Control, x, w_gate_up, w_down, sizes):
+    """Returns (silu(x gate) * (x up)) down of rows (m, d), by group where sizes are given."""
+    gate, up = jnp.split(product(control, x, w_gate_up.astype(x.dtype), sizes), 2, axis=-1)
+    gate, up = (v.astype(jnp.float32) for v in (gate, up))
+    hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+    return product(control, hidden, w_down.astype(x.dtype), sizes)
+
+
+class SwiGLU(fp8.SwiGLU):
+    """The package's SwiGLU with a control in place of its recipe.
+
+    Args:
+      control: how operands are rounded; the others: as for the package's.
+    """
+
+    def __init__(self, hidden, intermediate, control: Control, **options):
+        super().__init__(hidden, intermediate, **options)
+        self.control = control
+
+    def __call__(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        out = mlp(self.control, rows, self.w_gate_up[...], self.w_down[...], None)
+        return out.reshape(x.shape)
+
+
+class MoE(fp8.MoE):
+    """The package's MoE on one device with a control in place of its recipe.
+
+    Args:
+      control: how operands are rounded; the others: as for the package's.
+    """
+
+    def __init__(self, config, control: Control, **options):
+        super().__init__(config, **options)
+        self.control = control
+
+    def __call__(self, x, *, return_load):
+        rows = x.astype(self.dtype).reshape(-1, x.shape[-1])
+        router = self.router[...]
+        logits = jnp.matmul(rows.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+        how = dict(bias=self.balance_bias[...], return_load=True)
+        indices, weights, load = moe.route(logits, **self.config.routing, **how)
+        sorted_rows, sizes, order = moe.permute(rows, indices, self.config.num_experts)
+        run = partial(mlp, self.control)
+        out = run(sorted_rows, self.w_gate_up[...], self.w_down[...], sizes)
+        out = moe.unpermute(out, order, weights)
+        out = out + run(rows, self.shared_gate_up[...], self.shared_down[...], None)
+        return out.reshape(x.shape), load
