@@ -3,6 +3,7 @@
     python examples/train_moe train --out DIR [--recipe NAME] [--size NAME] [--seed N]
     python examples/train_moe sweep --out DIR --seconds N [--recipes NAME ...] [--seeds N ...]
     python examples/train_moe plot DIR
+    python examples/train_moe summary DIR
 
 A run whose --out has a checkpoint goes on from it, with another recipe if that is asked for.
 docs/convergence.md says what the runs are for.
@@ -20,6 +21,7 @@ from jax.sharding import AxisType
 from model import SIZES
 from plot import plot
 from run import Options, train
+from summary import summary
 from sweep import RECIPES, sweep
 
 import jax_fp8gemm
@@ -85,6 +87,7 @@ def parse(args):
     draw.add_argument("folder", type=pathlib.Path)
     draw.add_argument("--to", type=pathlib.Path, help="the picture, if not FOLDER/losses.png")
     draw.add_argument("--window", type=int, default=20, help="steps of a mean")
+    commands.add_parser("summary").add_argument("folder", type=pathlib.Path)
     return parser.parse_args(args)
 
 
@@ -93,6 +96,9 @@ def main(args=None):
     args = parse(args)
     if args.command == "plot":
         plot(args.folder, args.to or args.folder / "losses.png", args.window)
+        return 0
+    if args.command == "summary":
+        print(summary(args.folder))
         return 0
     print(jax_fp8gemm.backend_info(), end="\n\n")
     given = {name: x for name, x in vars(args).items() if name in Options.__dataclass_fields__}

@@ -78,8 +78,8 @@ def train(options: Options) -> bool:
         last = min(options.steps, options.stop_after or options.steps)
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)
-            device = jax.devices()[0].device_kind
-            metrics.write("start", first, recipe=repr(options.recipe), device=device, **about)
+            about |= dict(device=jax.devices()[0].device_kind, peak_bytes=code.peak_bytes())
+            metrics.write("start", first, recipe=repr(options.recipe), **about)
             for step in tqdm(range(first, last), initial=first, total=last, disable=None):
                 if time.time() > options.deadline:
                     last = step

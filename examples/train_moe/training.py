@@ -38,6 +38,8 @@ class Program:
 
     def __init__(self, size: Size, recipe, steps: int, micro_batches: int, mesh=None):
         self.mesh, self.micro_batches = mesh, micro_batches
+        one = SingleDeviceSharding(jax.devices()[0])
+        self.axes = one if mesh is None else NamedSharding(mesh, P(("fsdp", "expert")))
         model = lambda key: nnx.split(
             LanguageModel(size, recipe, mesh, nnx.Rngs(key)), nnx.Param, BalanceBias
         )
@@ -59,13 +61,21 @@ class Program:
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         self.shapes = jax.tree.map(place, self.shapes, shardings)
         self.start = jax.jit(start, out_shardings=shardings)
-        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+        batch = jax.ShapeDtypeStruct((size.batch, size.length + 1), jnp.int32, sharding=self.axes)
+        # Compiled here, so that the first step takes as long as the others.
+        self.step = step.lower(self.shapes, batch).compile()
         self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[0])
 
     def place(self, tokens):
         """Returns a batch on the devices, its sequences over all of them."""
-        axes = None if self.mesh is None else NamedSharding(self.mesh, P(("fsdp", "expert")))
-        return jax.device_put(tokens, axes)
+        return jax.device_put(tokens, self.axes)
+
+    def peak_bytes(self) -> int:
+        """Returns the bytes of a device that a step holds at once, as XLA planned them."""
+        plan = self.step.memory_analysis()
+        held = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+        return held - plan.alias_size_in_bytes
 
     def _loss(self, params, state: State, tokens):
         pure = nnx.merge(self.graph, nnx.State(params), nnx.State(state.biases))

@@ -175,3 +175,29 @@ def test_casts_without_scales_learn_less(run, whole, tmp_path):
     run("train", "--out", tmp_path, *SMALL, "--recipe", "unscaled")
     unscaled, scaled = (lines(folder, "evaluation")[-1]["loss"] for folder in (tmp_path, whole))
     assert unscaled > scaled + 0.1
+
+
+def write_run(folder, losses, held_out):
+    """Writes the metrics of a run that ended."""
+    step = dict(kind="step", tokens_per_s=100.0, tflops=2.0)
+    rows = [dict(kind="start", step=0, peak_bytes=3e9)]
+    rows += [step | dict(step=i + 1, loss=loss) for i, loss in enumerate(losses)]
+    rows += [dict(kind=kind, step=len(losses), loss=held_out) for kind in ("evaluation", "end")]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
+    flat = lambda last: [5.0] * 18 + [last] * 2  # the last tenth is two steps
+    for seed, loss, gap in ((0, 1.0, 0.02), (1, 2.0, 0.04)):
+        write_run(tmp_path / f"bf16-{seed}", flat(loss), loss)
+        write_run(tmp_path / f"hybrid-{seed}", flat(loss + gap), loss + 2 * gap)
+    # It has no pair.
+    write_run(tmp_path / "pow2_scale-7", flat(3.0), 3.0)
+    assert run("summary", tmp_path) == 0
+    printed = capsys.readouterr().out
+    # Standard errors of (0.02, 0.04) and of (0.04, 0.08): 0.01 and 0.02.
+    assert "| hybrid | 2 | 1.5300 | +0.0300 ± 0.0100 | +1.96 % | +0.0600 ± 0.0200 |" in printed
+    assert "| pow2_scale | 1 | 3.0000 | - | - | - |" in printed
+    assert "of bf16 over 2 seeds: 0.7071." in printed
+    assert "| hybrid | 100 | 2 | 3.0 |" in printed
