@@ -58,6 +58,7 @@ def add_options(parser):
     add("--steps", type=int, default=200, help="of the whole run")
     add("--batch", type=int, help="sequences of a step")
     add("--length", type=int, help="tokens of a sequence")
+    add("--attention", choices=("xla", "cudnn"), help="cudnn is faster, for GPUs")
     add("--micro-batches", type=int, default=1, help="parts of a batch, one after another")
     add("--data", type=pathlib.Path, help="a file or a folder; else the library's sources")
     add("--mesh", type=make_mesh, help="such as fsdp=2,expert=4")

@@ -24,6 +24,7 @@ class Size:
       dim: width; layers: blocks; length: tokens of a sequence; batch: sequences of a step.
       experts, top_k, f: experts of a layer, how many a token takes, the width of each.
       rate: the peak learning rate.
+      attention: the implementation of jax.nn.dot_product_attention, "xla" or "cudnn".
     """
 
     dim: int
@@ -34,6 +35,7 @@ class Size:
     length: int
     batch: int
     rate: float
+    attention: str = "xla"
 
     def config(self) -> MoEConfig:
         """Returns the block: sigmoid scores, a bias that balances, and one shared expert."""
@@ -65,10 +67,15 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-@jax.checkpoint
-def attend(q, k, v):
-    """Returns causal attention, by XLA: its bits repeat. The backward pass computes it again."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+def attend(q, k, v, implementation):
+    """Returns causal attention. By XLA it has the same bits in every run, but much to write.
+
+    Its backward pass computes it again.
+    """
+    run = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+    )
+    return (jax.checkpoint(run) if implementation == "xla" else run)(q, k, v)
 
 
 class Block(nnx.Module):
@@ -79,6 +86,7 @@ class Block(nnx.Module):
         how = dict(dtype=jnp.bfloat16, rngs=rngs)
         linear = functools.partial(linear, use_bias=False, **how)
         norm = functools.partial(nnx.RMSNorm, size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        self.attention = size.attention
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.qkv, self.out = linear(size.dim, 3 * size.dim), linear(size.dim, size.dim)
         if is_dense:
@@ -91,7 +99,7 @@ class Block(nnx.Module):
         """Returns x after the block, and the load of its experts, or None."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], -1, HEAD_DIM), 3, axis=2)
-        heads = attend(rotate(q), rotate(k), v)
+        heads = attend(rotate(q), rotate(k), v, self.attention)
         x = x + self.out(heads.reshape(x.shape))
         h = self.mlp_norm(x)
         if isinstance(self.mlp, fp8.MoE):
@@ -122,7 +130,10 @@ class LanguageModel(nnx.Module):
 
     def __init__(self, size, recipe, mesh, rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
-        self.embed, self.head = linear(VOCAB, size.dim), linear(size.dim, VOCAB)
+        # As large as what a block adds. With smaller values all tokens would look alike behind the
+        # first attention, which begins as a mean of tokens, and would choose the same experts.
+        self.embed = linear(VOCAB, size.dim, kernel_init=jax.nn.initializers.normal(1.0))
+        self.head = linear(size.dim, VOCAB)
         blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)

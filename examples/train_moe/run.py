@@ -31,6 +31,7 @@ class Options:
     steps: int = 200
     batch: int | None = None
     length: int | None = None
+    attention: str | None = None
     micro_batches: int = 1
     data: pathlib.Path | None = None
     mesh: jax.sharding.Mesh | None = None
@@ -42,8 +43,8 @@ class Options:
 
     @property
     def sizes(self):
-        """The Size, with the batch and the length that were asked for."""
-        asked = dict(batch=self.batch, length=self.length)
+        """The Size, with what was asked for in place of its own."""
+        asked = dict(batch=self.batch, length=self.length, attention=self.attention)
         return replace(SIZES[self.size], **{k: v for k, v in asked.items() if v is not None})
 
     def identity(self, text: Text) -> dict:
