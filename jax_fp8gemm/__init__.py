@@ -7,6 +7,8 @@ from jax_fp8gemm import checkpoint_policies as checkpoint_policies
 from jax_fp8gemm import moe as moe
 from jax_fp8gemm import stats as stats
 from jax_fp8gemm._data.dequantize import dequantize as dequantize
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight as QuantizedWeight
+from jax_fp8gemm._data.quantized_weight import master_weights as master_weights
 from jax_fp8gemm._data.recipe import BF16 as BF16
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3 as DEEPSEEK_V3
 from jax_fp8gemm._data.recipe import HYBRID as HYBRID
@@ -23,6 +25,7 @@ from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._ops.quantize import quantize as quantize
 from jax_fp8gemm._ops.quantize import quantize_both as quantize_both
 from jax_fp8gemm._ops.quantize_ragged import quantize_ragged as quantize_ragged
+from jax_fp8gemm._ops.quantize_weight import quantize_weight as quantize_weight
 from jax_fp8gemm._ops.ragged_dot import ragged_dot as ragged_dot
 from jax_fp8gemm._ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_fp8gemm._ops.scaled_matmul import scaled_matmul as scaled_matmul

@@ -15,15 +15,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._ops.product import products
 from jax_fp8gemm._ops.product_spec import ProductSpec
-from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshape, reshaped_spec, reshard
+from jax_fp8gemm._ops.weights import as_matrices
+from jax_fp8gemm._sharding.explicit_axes import (
+    explicit_mesh,
+    fold,
+    reshape,
+    reshaped_spec,
+    reshard,
+)
 from jax_fp8gemm._sharding.manual_axes import settle
 from jax_fp8gemm._sharding.rule import padded_spec
 
@@ -37,7 +47,7 @@ def contract(
     spec: ProductSpec,
     dims: DimensionNumbers,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | QuantizedWeight,
     out_spec: PartitionSpec | None,
 ) -> jax.Array:
     """Returns an array with the batch dimensions, then the free ones of lhs, then those of rhs.
@@ -45,7 +55,15 @@ def contract(
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
     if out_spec is None:
-        return _contract_matrices(spec, dims, (lhs, rhs), None)
+        return _contract_matrices(op, spec, dims, (lhs, rhs), None)
+    if isinstance(rhs, QuantizedWeight):
+        if out_spec.unreduced:
+            raise NotImplementedError(
+                f"{op}: a QuantizedWeight must not go with an unreduced out_sharding; "
+                f"got {out_spec}. Pass its weight."
+            )
+        operands = jax.tree.map(partial(settle, op), (lhs, rhs))
+        return _contract_matrices(op, spec, dims, operands, out_spec)
     if out_spec.unreduced:
         return _contract_parts(op, spec, dims, (lhs, rhs), out_spec)
     # lax.dot_general differentiates no contraction where both operands are reduced.
@@ -56,7 +74,7 @@ def contract(
         if other_dim is not None:
             operands[1 - side] = settle(op, operands[1 - side])
             return _contract_repeated(op, spec, dims, operands, out_spec, side, other_dim)
-    return _contract_matrices(spec, dims, [settle(op, x) for x in operands], out_spec)
+    return _contract_matrices(op, spec, dims, [settle(op, x) for x in operands], out_spec)
 
 
 def _dim_cut_first_by(
@@ -144,9 +162,10 @@ def _parts_first(x: jax.Array, dims: Sequence[int], counts: Sequence[int]) -> ja
 
 
 def _contract_matrices(
+    op: str,
     spec: ProductSpec,
     dims: DimensionNumbers,
-    operands: Sequence[jax.Array],
+    operands: Sequence[Any],
     out_spec: PartitionSpec | None,
 ) -> jax.Array:
     """Brings lhs to (*batch, ..., k) and rhs to (*batch, k, n), multiplies, restores the shape."""
@@ -155,8 +174,11 @@ def _contract_matrices(
     lhs_free, rhs_free = _free(lhs, lhs_contract, lhs_batch), _free(rhs, rhs_contract, rhs_batch)
     shape = _result_shape(dims, lhs, rhs)
     each = lambda dims: [(d,) for d in dims]
-    lhs = _fold(lhs, *each(lhs_batch), *(each(lhs_free) or [()]), lhs_contract)
-    rhs = _fold(rhs, *each(rhs_batch), rhs_contract, rhs_free)
+    lhs = fold(lhs, *each(lhs_batch), *(each(lhs_free) or [()]), lhs_contract)
+    if isinstance(rhs, QuantizedWeight):
+        rhs = as_matrices(op, "rhs", rhs, rhs_contract, rhs_batch)
+    else:
+        rhs = fold(rhs, *each(rhs_batch), rhs_contract, rhs_free)
     folded_spec = None
     if out_spec is not None:
         mesh = explicit_mesh((lhs, rhs))
@@ -166,18 +188,12 @@ def _contract_matrices(
     return reshard(reshape(out, shape), out_spec)
 
 
-def _result_shape(dims: DimensionNumbers, lhs: jax.Array, rhs: jax.Array) -> tuple[int, ...]:
+def _result_shape(dims: DimensionNumbers, lhs: Any, rhs: Any) -> tuple[int, ...]:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_dims = (*lhs_batch, *_free(lhs, lhs_contract, lhs_batch))
     rhs_dims = _free(rhs, rhs_contract, rhs_batch)
     return *(lhs.shape[d] for d in lhs_dims), *(rhs.shape[d] for d in rhs_dims)
 
 
-def _free(x: jax.Array, contract: Dims, batch: Dims) -> Dims:
+def _free(x: Any, contract: Dims, batch: Dims) -> Dims:
     return tuple(d for d in range(x.ndim) if d not in contract and d not in batch)
-
-
-def _fold(x: jax.Array, *groups: Dims) -> jax.Array:
-    """Transposes to the order of `groups` and makes one dimension of each."""
-    shape = [math.prod(x.shape[d] for d in group) for group in groups]
-    return reshape(x.transpose([d for group in groups for d in group]), shape)

@@ -7,16 +7,19 @@ import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.contract import Dims, contract
 from jax_fp8gemm._ops.product_spec import check_static_args, out_spec_of
+from jax_fp8gemm._ops.weights import check_weight, unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 @naming_devices
 def dot_general(
     lhs: Float[Array, ...],
-    rhs: Float[Array, ...],
+    rhs: Float[Array, ...] | QuantizedWeight,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -44,7 +47,9 @@ def dot_general(
     each element of the batch dimensions. The result is differentiable once, in reverse mode.
 
     Args:
-      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`.
+      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`. Or rhs is a
+        QuantizedWeight for these contracting dimensions, or for the free ones; its leading
+        dimensions are those of the batch.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
       kwargs: further arguments, for callers that pass more than lax takes. Each must be None.
@@ -60,16 +65,16 @@ def dot_general(
     if unknown := sorted(name for name, value in kwargs.items() if value is not None):
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
     lhs, rhs = arrays.match_floats(*map(arrays.as_array, (lhs, rhs)))
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_unquantised(op, name, x)
+    check_unquantised(op, "lhs", lhs)
+    check_weight(op, "rhs", rhs)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
     xla = partial(lax.dot_general, dimension_numbers=dims, **spec.xla_args(out_sharding))
     if not spec.is_fp8:
-        return xla(lhs, rhs)
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+        return xla(lhs, unquantised(rhs))
+    lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
 
 

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
+from jax_fp8gemm._ops.einsum_of_weight import einsum_of_weight
 from jax_fp8gemm._ops.product_spec import check_static_args
+from jax_fp8gemm._ops.weights import check_weight, unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 @naming_devices
 def einsum(
     subscripts: str,
-    *operands: Float[Array, ...],
+    *operands: Float[Array, ...] | QuantizedWeight,
     precision: Any = None,
     preferred_element_type: Any = None,
     recipe: Recipe | str = DEEPSEEK_V3,
@@ -36,7 +39,9 @@ def einsum(
 
     Args:
       subscripts: as for jnp.einsum, "bsd,dnh->bsnh" or with an ellipsis.
-      operands: two arrays, as for `dot_general`.
+      operands: two arrays, as for `dot_general`. The second one may be a QuantizedWeight. Several
+        contracting dimensions are then flattened in the order of its `contracting`; jnp.einsum
+        sorts them by their letters.
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
     Returns:
       The array that the subscripts say.
@@ -58,15 +63,17 @@ def einsum(
             "jnp.einsum_path finds an order."
         )
     lhs, rhs = arrays.match_floats(*map(arrays.as_array, operands))
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_unquantised(op, name, x)
+    check_unquantised(op, "lhs", lhs)
+    check_weight(op, "rhs", rhs)
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
+    if isinstance(rhs, QuantizedWeight) and spec.is_fp8:
+        return einsum_of_weight(op, spec, subscripts, lhs, rhs, out_sharding)
     return jnp.einsum(
         subscripts,
         lhs,
-        rhs,
+        unquantised(rhs),
         precision=precision,
         preferred_element_type=spec.out_dtype,
         out_sharding=out_sharding,

@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised, define_method
 from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
-from jax_fp8gemm._ops.weights import check_weights
+from jax_fp8gemm._ops.weights import check_weights, unquantised
 from jax_fp8gemm._sharding.explicit_axes import reshape, reshard
 from jax_fp8gemm._sharding.manual_axes import settle
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @naming_devices
 def matmul(
     lhs: Float[Array, "*batch m k"],
-    rhs: Float[Array, "*batch k n"] | ScaledArray,
+    rhs: Float[Array, "*batch k n"] | QuantizedWeight | ScaledArray,
     *,
     recipe: Recipe | str = DEEPSEEK_V3,
     precision: Any = None,
@@ -53,7 +54,8 @@ def matmul(
       rhs: (..., k, n) or (k,), like lhs. Or a ScaledArray (k, n) with block (128, 128), quantised
         once for many products. The product uses its format, and it has no gradient. The product
         reads `transposed`, and the gradient of lhs reads `values`. Either is made from the other
-        where it is not stored. So quantise with_transpose="only" if no gradient is taken.
+        where it is not stored. So quantise with_transpose="only" if no gradient is taken. Or a
+        QuantizedWeight of (..., k, n), which has a gradient.
       recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16, the name of one of these, as
         "hybrid", or another Recipe.
       precision: None or DEFAULT means FP8. HIGH or HIGHEST, for either operand, means a plain XLA
@@ -104,7 +106,7 @@ def matmul(
     )
     xla = partial(jnp.matmul, **spec.xla_args(out_sharding))
     if not spec.is_fp8:
-        return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else rhs)
+        return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else unquantised(rhs))
     lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     out_spec = out_spec_of(xla, spec.out_dtype, lhs, rhs)
     if not isinstance(rhs, ScaledArray) and rhs.ndim <= 2:
@@ -146,12 +148,14 @@ def _broadcast_product(
     if isinstance(rhs, ScaledArray):
         out = product(spec, lhs, rhs, last(lhs.ndim))
     elif math.prod(rhs_batch) == 1:
-        out = product(spec, lhs, reshape(rhs, (k, n)), last(lhs.ndim))
+        matrix = jax.tree.map(lambda w: reshape(w, w.shape[-2:]), rhs)
+        out = product(spec, lhs, matrix, last(lhs.ndim))
     elif math.prod(lhs_batch) == 1:
-        rhs = reshape(rhs, (math.prod(batch), k, n))
+        rhs = jax.tree.map(lambda w: reshape(w, (math.prod(batch), *w.shape[-2:])), rhs)
         multiply = jax.vmap(partial(product, spec, out_spec=last(2)), in_axes=(None, 0))
         out = multiply(reshape(lhs, (m, k)), rhs)
     else:
         spread = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
-        out = products(spec, spread(lhs), spread(rhs), len(batch), last(len(batch) + 2))
+        lhs, rhs = spread(lhs), jax.tree.map(spread, rhs)
+        out = products(spec, lhs, rhs, len(batch), last(len(batch) + 2))
     return reshape(out, (*batch, m, n))

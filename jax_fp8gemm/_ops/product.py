@@ -15,7 +15,7 @@ the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report,
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ _Kept: TypeAlias = tuple[jax.Array | ScaledArray | None, ScaledArray]
 def products(
     spec: ProductSpec,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Weights,
     num_batch_dims: int,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -64,9 +64,11 @@ def products(
     """
     if out_spec is not None and num_batch_dims:
         batch = out_spec.partitions[:num_batch_dims]
-        lhs, rhs = (
-            reshard(x, PartitionSpec(*batch, *jax.typeof(x).sharding.spec[num_batch_dims:]))
-            for x in (lhs, rhs)
+        lhs, rhs = jax.tree.map(
+            lambda x: reshard(
+                x, PartitionSpec(*batch, *jax.typeof(x).sharding.spec[num_batch_dims:])
+            ),
+            (lhs, rhs),
         )
         out_spec = PartitionSpec(*out_spec.partitions[num_batch_dims:])
     multiply = partial(product, spec, out_spec=out_spec)
@@ -112,9 +114,7 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
     return name_residual("out", out), residuals
 
 
-def _product_bwd(
-    spec: ProductSpec, kept: _Kept, dout: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
+def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any]:
     lhs, rhs = kept
     args = quantize_args(spec, spec.recipe.bwd)
     if spec.has_fp8_wgrad:
@@ -129,9 +129,10 @@ def _product_bwd(
         rhs_spec = spec.shardings.rhs
         if columns is None:
             drhs = with_auto_axes(_bf16_wgrad, (lhs, dout), lambda: rhs_spec)
-            return dlhs, drhs.astype(spec.rhs_dtype)
+            return dlhs, spec.gradient_of_rhs(drhs.astype(spec.rhs_dtype))
         assert isinstance(lhs, ScaledArray)
-        return dlhs, _gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
+        drhs = _gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
+        return dlhs, spec.gradient_of_rhs(drhs)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight, check_quantised_by
 from jax_fp8gemm._data.recipe import DTYPES, NAMED, REDUCE_DTYPES, Format, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
@@ -25,8 +26,9 @@ from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
 
 DType: TypeAlias = np.dtype[Any]
-# The rhs of a product. A ScaledArray is quantised already and has no gradient.
-Weights: TypeAlias = jax.Array | ScaledArray
+# The rhs of a product. A QuantizedWeight and a ScaledArray are quantised already. The latter has no
+# gradient.
+Weights: TypeAlias = jax.Array | QuantizedWeight | ScaledArray
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class ProductSpec:
       out_dtype: the dtype of the result.
       implementation: as the caller gave it.
       xla_precision: None for FP8, or the precision of the XLA dot that the caller asked for.
+      rhs_recipe: that of rhs if it is a QuantizedWeight, else None.
       shardings: how Explicit mesh axes cut the operands and the result.
     """
 
@@ -61,6 +64,7 @@ class ProductSpec:
     out_dtype: DType
     implementation: Implementation
     xla_precision: XlaPrecision | None = None
+    rhs_recipe: Recipe | None = None
     shardings: Shardings = Shardings()
 
     @property
@@ -77,6 +81,10 @@ class ProductSpec:
     def reduce_dtype(self) -> DType:
         """The dtype of the partial sums that devices add."""
         return REDUCE_DTYPES[self.recipe.reduce_dtype]
+
+    def gradient_of_rhs(self, drhs: Any) -> Any:
+        """Returns `drhs`, which is an array or None, as the gradient of what rhs is."""
+        return drhs if self.rhs_recipe is None else QuantizedWeight(drhs, None, self.rhs_recipe)
 
     def xla_args(self, out_sharding: Any) -> dict[str, Any]:
         """Returns the arguments of jnp.matmul or lax.dot_general for this product."""
@@ -103,9 +111,9 @@ def shardings_of(lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None) -
 
 
 def type_of(w: Weights) -> Any:
-    """Returns the type of an array, or that of the values of a ScaledArray, with its sharding."""
+    """Returns the type of an array or weight, or of a ScaledArray's values, with its sharding."""
     if not isinstance(w, ScaledArray):
-        return jax.typeof(w)
+        return jax.typeof(w.weight if isinstance(w, QuantizedWeight) else w)
     if w.values is not None:
         return jax.typeof(w.values)
     sharding = jax.typeof(w.transposed).sharding
@@ -156,7 +164,11 @@ def make_spec(
         name = "preferred_element_type"
         out_dtype = checks.check_out_dtype(op, name, preferred_element_type, formats.FLOAT_DTYPES)
     rhs_dtype = None if rhs is None else jnp.dtype(rhs.dtype)
-    return ProductSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
+    spec = ProductSpec(recipe, jnp.dtype(lhs.dtype), rhs_dtype, out_dtype, implementation)
+    if not isinstance(rhs, QuantizedWeight):
+        return spec
+    check_quantised_by(op, rhs, recipe)
+    return replace(spec, rhs_recipe=rhs.recipe)
 
 
 def check_precision(op: str, precision: Any, spec: ProductSpec) -> XlaPrecision | None:
@@ -179,6 +191,7 @@ def out_spec_of(
         return None
     if isinstance(rhs, ScaledArray):
         rhs = type_of(rhs) if rhs.values is None else rhs.values
+    rhs = rhs.weight if isinstance(rhs, QuantizedWeight) else rhs
     cast = lambda x: x.astype(dtype)
     # jax.eval_shape would not do: it returns shardings only where all axes are Explicit.
     closed = jax.make_jaxpr(lambda lhs, rhs: xla(cast(lhs), cast(rhs)))(lhs, rhs)

@@ -14,6 +14,7 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import (
@@ -26,7 +27,7 @@ from jax_fp8gemm._ops.product_spec import (
 )
 from jax_fp8gemm._ops.ragged_product import ragged_product
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_dot
-from jax_fp8gemm._ops.weights import check_weights
+from jax_fp8gemm._ops.weights import check_weights, unquantised
 from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import replicate, settle
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @naming_devices
 def ragged_dot(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g k n"] | ScaledArray,
+    rhs: Float[Array, "g k n"] | QuantizedWeight | ScaledArray,
     group_sizes: Int[Array, " g"],
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -58,7 +59,8 @@ def ragged_dot(
     Args:
       lhs: (m, k) bf16, f16 or f32, rows sorted by group. It may hold integers, as for matmul.
       rhs: (g, k, n), like lhs. Or a ScaledArray (g, k, n) with block (128, 128), quantised once for
-        many products. It has no gradient. Which orientation to store is as for matmul.
+        many products. It has no gradient. Which orientation to store is as for matmul. Or a
+        QuantizedWeight of (g, k, n), which has a gradient.
       group_sizes: (g,) integers. A negative size counts as 0. A group that would end past row m
         ends there. Rows past the sum are zero in the result and in the gradient, whatever lhs
         holds there.
@@ -106,7 +108,8 @@ def ragged_dot(
     if spec.is_fp8:
         out = ragged_product(with_shardings(spec, lhs, rhs, out_spec), lhs, rhs, groups)
     else:
-        rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+        is_scaled = isinstance(rhs, ScaledArray)
+        rhs = rhs.dequantize(lhs.dtype) if is_scaled else unquantised(rhs)
         options = XlaOptions(spec.xla_precision, spec.out_dtype, out_spec)
         out = xla_ragged_dot(lhs, rhs, groups, options)
     return reshard(out, out_spec)

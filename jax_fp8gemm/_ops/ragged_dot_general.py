@@ -17,6 +17,7 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.product_spec import (
@@ -28,6 +29,7 @@ from jax_fp8gemm._ops.product_spec import (
 from jax_fp8gemm._ops.ragged_dot import check_operands, ragged_dot
 from jax_fp8gemm._ops.ragged_product import ragged_contraction
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
+from jax_fp8gemm._ops.weights import as_matrices, check_weight, unquantised
 from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import replicate, settle
 
@@ -43,7 +45,7 @@ _SUPPORTED = (
 @naming_devices
 def ragged_dot_general(
     lhs: Float[Array, ...],
-    rhs: Float[Array, ...],
+    rhs: Float[Array, ...] | QuantizedWeight,
     group_sizes: Int[Array, " g"],
     ragged_dot_dimension_numbers: Any,
     precision: Any = None,
@@ -64,7 +66,8 @@ def ragged_dot_general(
     DeepSeek-V3 report, section 3.3, unless the recipe says otherwise.
 
     Args:
-      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`.
+      lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`. For ragged rows
+        rhs may be a QuantizedWeight, whose first dimension is that of the groups.
       group_sizes: as for `ragged_dot`. Rows past the sum reach no result.
       ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers.
       precision: as for `ragged_dot`. HIGH or HIGHEST means jax.lax.ragged_dot_general.
@@ -91,14 +94,22 @@ def ragged_dot_general(
     lhs, rhs, group_sizes, group_offset = operands
     lhs, rhs = arrays.match_floats(lhs, rhs)
     check_unquantised(op, "lhs", lhs)
-    checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
-    checks.check_dtype(op, "rhs", rhs, formats.FLOAT_DTYPES)
+    if isinstance(rhs, QuantizedWeight):
+        check_weight(op, "rhs", rhs)
+    else:
+        checks.check_array(op, "rhs", rhs, hint="A ScaledArray goes into jax_fp8gemm.ragged_dot.")
+        checks.check_dtype(op, "rhs", rhs, formats.FLOAT_DTYPES)
     lhs_order, rhs_order = _orders(op, lhs, rhs, ragged_dot_dimension_numbers)
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
-    lhs, rhs = jnp.transpose(lhs, lhs_order), jnp.transpose(rhs, rhs_order)
-    if rhs.ndim == 3:
+    lhs = jnp.transpose(lhs, lhs_order)
+    if isinstance(rhs, QuantizedWeight) and spec.is_fp8 and rhs.ndim == 3:
+        groups, k, _ = rhs_order
+        rhs = as_matrices(op, "rhs", rhs, [k], [groups])
+    else:
+        rhs = jnp.transpose(unquantised(rhs), rhs_order)
+    if isinstance(rhs, QuantizedWeight) or rhs.ndim == 3:
         check_operands(op, lhs, rhs, group_sizes, group_offset)
         return ragged_dot(
             lhs,

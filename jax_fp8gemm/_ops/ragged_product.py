@@ -24,7 +24,7 @@ those of the DeepSeek-V3 report, section 3.3.2.
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +78,7 @@ def _product_fwd(
     return name_residual("out", out), (*kept, groups)
 
 
-def _product_bwd(
-    spec: ProductSpec, kept: _Kept, dout: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None]:
+def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any, None]:
     lhs, rhs, groups = kept
     args = quantize_args(spec, spec.recipe.bwd)
     columns = None
@@ -100,7 +98,7 @@ def _product_bwd(
         else:
             assert isinstance(lhs, ScaledArray)
             drhs = grouped_wgrad_as(spec, spec.rhs_dtype, lhs, columns, groups.sizes, rhs_spec)
-    return dlhs, drhs, None
+    return dlhs, spec.gradient_of_rhs(drhs), None
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -1,23 +1,37 @@
-"""Weights, the rhs of a product: an array, or a ScaledArray quantised once for many products."""
+"""Weights, the rhs of a product: an array, or one that was quantised once for many products."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight, check_quantized_weight
 from jax_fp8gemm._data.recipe import Format
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array, values_and_scale
+from jax_fp8gemm._data.scaled_array import (
+    ScaledArray,
+    check_scaled_array,
+    check_unquantised,
+    values_and_scale,
+)
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import undifferentiable
 from jax_fp8gemm._primitives.quantize import quantize_transposed
+from jax_fp8gemm._sharding.explicit_axes import fold
 
 
 def check_weights(op: str, name: str, w: Any) -> None:
-    """Raises unless `w` is an array of floats, or a ScaledArray with block (128, 128)."""
+    """Raises unless `w` is floats (..., k, n), or a ScaledArray or a QuantizedWeight of such."""
+    if isinstance(w, QuantizedWeight):
+        check_quantized_weight(op, name, w)
+        is_right = w.scaled is None or (w.contracting, w.free) == ((-2,), (-1,))
+        _check_folded(op, name, w, is_right)
+        return
     if not isinstance(w, ScaledArray):
         checks.check_array(op, name, w, hint="Or pass a ScaledArray.")
         hint = "Quantised weights go in as a ScaledArray."
@@ -29,6 +43,49 @@ def check_weights(op: str, name: str, w: Any) -> None:
             f"{op}: {name}.block must be (128, 128), whose transpose is exact; got {w.block}. "
             f"Quantise with quantize({name}, block=(128, 128))."
         )
+
+
+def check_weight(op: str, name: str, w: Any) -> None:
+    """Raises unless `w` is an array of floats or a QuantizedWeight, of any dimensions."""
+    if isinstance(w, QuantizedWeight):
+        check_quantized_weight(op, name, w)
+    else:
+        check_unquantised(op, name, w)
+
+
+def _check_folded(op: str, name: str, w: QuantizedWeight, is_right: bool, wanted: Any = -2) -> None:
+    if not is_right:
+        raise ValueError(
+            f"{op}: {name} must be quantised as the matrices that the product reads; got "
+            f"{checks.short_type(w)} with contracting={w.contracting}. Quantise with "
+            f"quantize_weight({name}, contracting={wanted})."
+        )
+
+
+def as_matrices(
+    op: str, name: str, w: QuantizedWeight, contracting: Sequence[int], batch: Sequence[int]
+) -> QuantizedWeight:
+    """Returns `w` as matrices (*batch, k, n), for a product that contracts these dimensions.
+
+    A weight that was quantised for the contraction of its other dimensions is transposed exactly.
+    """
+    if w.scaled is None:
+        return w
+    dims = tuple(d - w.ndim for d in contracting)
+    free = tuple(d for d in range(-w.ndim, 0) if d not in dims and d + w.ndim not in batch)
+    is_turned = (w.free, w.contracting) == (dims, free)
+    is_right = list(batch) == list(range(w.scaled.ndim - 2)) and (
+        is_turned or (w.contracting, w.free) == (dims, free)
+    )
+    _check_folded(op, name, w, is_right, dims)
+    weight = fold(w.weight, *([d] for d in batch), dims, free)
+    scaled = w.scaled.T if is_turned else w.scaled
+    return replace(w, weight=weight, scaled=scaled, contracting=(-2,))
+
+
+def unquantised(w: jax.Array | QuantizedWeight) -> jax.Array:
+    """Returns the weight, which a product without FP8 reads."""
+    return w.weight if isinstance(w, QuantizedWeight) else w
 
 
 def without_gradient(op: str, name: str, w: Weights) -> Weights:
@@ -44,8 +101,8 @@ def without_gradient(op: str, name: str, w: Weights) -> Weights:
 
 def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:
     """Returns the quantised transpose of `w`, the operand of a product without a gradient."""
-    if isinstance(w, ScaledArray):
-        return _with_values(w.T)
+    if not isinstance(w, jax.Array):
+        return _with_values(_quantised(w).T)
     return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
 
 
@@ -55,11 +112,18 @@ def both_ways(spec: ProductSpec, fmt: Format | None, w: Weights) -> tuple[Scaled
     An array is quantised in the format `fmt`, and read once for both. The first result may hold
     transposed values only, those of the second: a backward pass that reads it transposes them.
     """
-    if not isinstance(w, ScaledArray):
+    if isinstance(w, jax.Array):
         args = quantize_args(spec, fmt)
         w = quantize(w, block=spec.recipe.rhs_block, with_transpose=True, **args)
+    w = _quantised(w)
     kept = None if w.values is not None else w.transposed
     return ScaledArray(w.values, w.scale, kept, w.block), _with_values(w.T)
+
+
+def _quantised(w: QuantizedWeight | ScaledArray) -> ScaledArray:
+    scaled = w.scaled if isinstance(w, QuantizedWeight) else w
+    assert scaled is not None  # check_quantised_by
+    return scaled
 
 
 def _with_values(w: ScaledArray) -> ScaledArray:

@@ -100,6 +100,12 @@ def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return with_auto_axes(in_shape, [x], lambda: spec)
 
 
+def fold(x: jax.Array, *groups: Sequence[int]) -> jax.Array:
+    """Transposes `x` to the order of `groups` and makes one dimension of each."""
+    shape = [math.prod(x.shape[d] for d in group) for group in groups]
+    return reshape(x.transpose([d for group in groups for d in group]), shape)
+
+
 def reshaped_spec(
     shape: Sequence[int],
     spec: PartitionSpec,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.weights import check_weights
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 def gated_mlp(
     x: Float[Array, "*batch d"],
-    w_gate_up: Float[Array, "d two_f"] | ScaledArray,
-    w_down: Float[Array, "f d"] | ScaledArray,
+    w_gate_up: Float[Array, "d two_f"] | QuantizedWeight | ScaledArray,
+    w_down: Float[Array, "f d"] | QuantizedWeight | ScaledArray,
     *,
     activation: Activation = "silu",
     recipe: Recipe | str = DEEPSEEK_V3,
@@ -35,7 +36,7 @@ def gated_mlp(
 
     Args:
       x: (..., d) bf16, f16 or f32.
-      w_gate_up: (d, 2 f), gate | up, and w_down: (f, d), like x or ScaledArrays, as for moe_mlp.
+      w_gate_up: (d, 2 f), gate | up, and w_down: (f, d), like x or quantised, as for moe_mlp.
       activation, recipe, implementation: as for moe_mlp.
     Returns:
       (..., d) array of the dtype of x.

@@ -16,6 +16,7 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.activation import Activation, check_activation
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import (
@@ -23,6 +24,7 @@ from jax_fp8gemm._ops.product_spec import (
 )
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
+from jax_fp8gemm._ops.weights import unquantised
 from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._sharding.explicit_axes import reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
@@ -46,8 +48,8 @@ _OP = "moe_mlp"
 @jax.named_scope("fp8gemm_moe_mlp")
 def moe_mlp(
     x: Float[Array, "m d"],
-    w_gate_up: Float[Array, "g d two_f"] | ScaledArray,
-    w_down: Float[Array, "g f d"] | ScaledArray,
+    w_gate_up: Float[Array, "g d two_f"] | QuantizedWeight | ScaledArray,
+    w_down: Float[Array, "g f d"] | QuantizedWeight | ScaledArray,
     group_sizes: Int[Array, " g"],
     *,
     biases: tuple[Float[Array, "g two_f"], Float[Array, "g d"]] | None = None,
@@ -64,7 +66,7 @@ def moe_mlp(
       x: (m, d) bf16, f16 or f32, rows sorted by group.
       w_gate_up: (g, d, 2 f) bf16, f16 or f32. Columns 0..f-1 are the gate's, the others up's. Or a
         ScaledArray with block (128, 128), quantised once for many calls; it has no gradient.
-        Which orientation to store is as for matmul.
+        Which orientation to store is as for matmul. Or a QuantizedWeight, which has a gradient.
       w_down: (g, f, d), likewise.
       group_sizes: (g,) integers. A negative size counts as 0, and a group ends at row m at the
         latest. Rows past the sum are zero in the result and in the gradient, whatever x holds
@@ -133,7 +135,7 @@ def _unfused_mlp(
     x, w_gate_up, w_down, biases, groups = operands
     if not recipe.is_fp8:
         w_gate_up, w_down = (
-            w.dequantize(x.dtype) if isinstance(w, ScaledArray) else w.astype(x.dtype)
+            w.dequantize(x.dtype) if isinstance(w, ScaledArray) else unquantised(w).astype(x.dtype)
             for w in (w_gate_up, w_down)
         )
     product = partial(

@@ -26,7 +26,7 @@ the layer on one device; moe/_parallel/turn.py does so for the layer on many.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -173,7 +173,7 @@ def backward(
     columns: Columns,
     groups: Groups,
     dout: Callable[[], jax.Array],
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Biases | None]:
+) -> tuple[jax.Array, Any, Any, Biases | None]:
     """Returns dx, dw_gate_up, dw_down and dbiases, from quantised rows of dout and the columns.
 
     dout() returns the rows unquantised, from which the gradients of biases are computed.
@@ -183,6 +183,7 @@ def backward(
     dx, da_columns = row_gradient(specs, gate_up, dh, w, groups)
     dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
     dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)
+    dw_gate_up, dw_down = specs.gradients_of_weights(dw_gate_up, dw_down)
     if w.biases is None:
         return dx, dw_gate_up, dw_down, None
     dbiases = bias_gradients(specs, gate_up, dh, dout(), groups)

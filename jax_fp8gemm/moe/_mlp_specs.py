@@ -35,6 +35,10 @@ class Specs(NamedTuple):
     down: ProductSpec
     activation: Activation
 
+    def gradients_of_weights(self, dw_gate_up: Any, dw_down: Any) -> tuple[Any, Any]:
+        """Returns the arrays, or None, as the gradients of what the weights are."""
+        return self.into.gradient_of_rhs(dw_gate_up), self.down.gradient_of_rhs(dw_down)
+
 
 def check_experts(op: str, x: Any, w_gate_up: Any, w_down: Any) -> None:
     """Raises unless x holds rows (m, d) and the others are the weights of experts for them."""

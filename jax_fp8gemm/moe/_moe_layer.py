@@ -13,6 +13,7 @@ from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.activation import Activation, check_activation
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
@@ -50,15 +51,17 @@ class _Arguments(RouteArguments, RunArguments, total=False):
     top_k: int | None
     biases: tuple[Array, Array] | None
     activation: Activation
-    shared_expert: tuple[Array | ScaledArray, Array | ScaledArray] | None
+    shared_expert: (
+        tuple[Array | QuantizedWeight | ScaledArray, Array | QuantizedWeight | ScaledArray] | None
+    )
 
 
 @overload
 def moe_layer(
     x: Array,
     router: Array | tuple[Array, Array],
-    w_gate_up: Array | ScaledArray,
-    w_down: Array | ScaledArray,
+    w_gate_up: Array | QuantizedWeight | ScaledArray,
+    w_down: Array | QuantizedWeight | ScaledArray,
     *,
     return_load: Literal[False] = ...,
     **how: Unpack[_Arguments],
@@ -69,8 +72,8 @@ def moe_layer(
 def moe_layer(
     x: Array,
     router: Array | tuple[Array, Array],
-    w_gate_up: Array | ScaledArray,
-    w_down: Array | ScaledArray,
+    w_gate_up: Array | QuantizedWeight | ScaledArray,
+    w_down: Array | QuantizedWeight | ScaledArray,
     *,
     return_load: Literal[True],
     **how: Unpack[_Arguments],
@@ -82,8 +85,8 @@ def moe_layer(
     x: Float[Array, "*batch d"],
     router: Float[Array, "*batch num_experts"]
     | tuple[Int[Array, "*batch top_k"], Float[Array, "*batch top_k"]],
-    w_gate_up: Float[Array, "num_experts d two_f"] | ScaledArray,
-    w_down: Float[Array, "num_experts f d"] | ScaledArray,
+    w_gate_up: Float[Array, "num_experts d two_f"] | QuantizedWeight | ScaledArray,
+    w_down: Float[Array, "num_experts f d"] | QuantizedWeight | ScaledArray,
     *,
     top_k: int | None = None,
     scoring: Scoring = "softmax",
@@ -96,7 +99,8 @@ def moe_layer(
     biases: tuple[Float[Array, "num_experts two_f"], Float[Array, "num_experts d"]] | None = None,
     activation: Activation = "silu",
     shared_expert: tuple[
-        Float[Array, "d two_shared_f"] | ScaledArray, Float[Array, "shared_f d"] | ScaledArray
+        Float[Array, "d two_shared_f"] | QuantizedWeight | ScaledArray,
+        Float[Array, "shared_f d"] | QuantizedWeight | ScaledArray,
     ]
     | None = None,
     recipe: Recipe | str = DEEPSEEK_V3,

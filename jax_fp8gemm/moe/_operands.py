@@ -7,12 +7,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 
 from jax_fp8gemm._data.groups import Groups
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import Weights as Weights
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm.moe._biases import Biases
 
-# What a caller passes as weights. A ScaledArray is quantised already and has no gradient.
-Weights: TypeAlias = jax.Array | ScaledArray
 # Logits (m, num_experts), or the indices and the weights of choices made elsewhere.
 Router: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 

@@ -91,8 +91,8 @@ def _expert_mlp_bwd(
     kept, w = residuals
     gradients = backward(spec, kept, w, dout)
     biases = as_biases(gradients.biases, w.biases)
-    dx, *others, _ = gradients
-    return (Operands._make((dx, None, *others, biases)),)
+    weights = spec.products.gradients_of_weights(gradients.w_gate_up, gradients.w_down)
+    return (Operands._make((gradients.x, None, gradients.weights, *weights, biases)),)
 
 
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)

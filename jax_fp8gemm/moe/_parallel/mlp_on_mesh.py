@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import type_of
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
@@ -33,7 +34,7 @@ def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands)
     """Runs expert_mlp on the tokens and experts of all devices; `spec` is that of one device."""
     x, indices, weights, w_gate_up, w_down, biases = operands
     shardings = tuple(
-        None if isinstance(w, ScaledArray) else jax.typeof(w).sharding for w in (w_gate_up, w_down)
+        None if isinstance(w, ScaledArray) else type_of(w).sharding for w in (w_gate_up, w_down)
     )
     x, indices, weights = (layout.place(y, layout.tokens) for y in (x, indices, weights))
     operands = Operands(*match_varying(x, indices, weights, w_gate_up, w_down, biases))
@@ -92,6 +93,7 @@ def _bwd(
     gradients = run_on_mesh(kept, w, dout)
     drhs = gradients.w_gate_up, gradients.w_down
     drhs = (_reshard(dw, sharding) for dw, sharding in zip(drhs, shardings, strict=True))
+    drhs = spec.products.gradients_of_weights(*drhs)
     dbiases = as_biases(gradients.biases, w.biases)
     return (Operands._make((gradients.x, None, gradients.weights, *drhs, dbiases)),)
 
