@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jax_fp8gemm
 from benchmarks.case import Case, peak_bytes
 from benchmarks.data import normal, normal_groups
 from benchmarks.families.grouped_problem import draw_shares
@@ -19,7 +20,7 @@ from benchmarks.timing.timer import Call
 from jax_fp8gemm import moe
 
 # (x, w_gate_up, w_down, group_sizes) -> out
-Layer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Layer = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]
 _LAX_REPEAT = 3  # a step takes up to 0.2 s
 
 
@@ -60,6 +61,7 @@ def moe_case(experts: Experts) -> Case:
         config="",
         build=lambda: call(moe.moe_mlp),
         peers={
+            "quantised_once": lambda: call(moe.moe_mlp, is_quantised_once=True),
             "lax_ragged_dot": lambda: call(lax, _LAX_REPEAT),
             "lax_ragged_dot_cudnn": lambda: call(lax, _LAX_REPEAT, with_cudnn=True),
             "tokamax": lambda: fastest(
@@ -86,22 +88,32 @@ def forward_backward(layer: Layer) -> Callable[..., Any]:
     def run(x, w_gate_up, w_down, group_sizes, dout):
         forward = lambda x, w_gate_up, w_down: layer(x, w_gate_up, w_down, group_sizes)
         out, pullback = jax.vjp(forward, x, w_gate_up, w_down)
-        return out, pullback(dout)
+        return out, jax_fp8gemm.master_weights(pullback(dout))
 
     return run
 
 
 def _call(
-    experts: Experts, layer: Layer, max_repeat: int | None = None, with_cudnn: bool = False
+    experts: Experts,
+    layer: Layer,
+    max_repeat: int | None = None,
+    with_cudnn: bool = False,
+    is_quantised_once: bool = False,
 ) -> Call:
-    """The compiled forward and backward on random bf16 inputs; every kernel counts."""
+    """The compiled forward and backward on random bf16 inputs; every kernel counts.
+
+    is_quantised_once: whether the weights are quantised before, as for all micro-batches of a step.
+    """
     e = experts
     x, dout = normal(e.rows, e.hidden, seed=0), normal(e.rows, e.hidden, seed=1)
     # Weights of variance 1/fan-in, as at initialisation: activations stay near 1.
     w_gate_up = normal_groups(e.groups, e.hidden, 2 * e.inter, seed=2) * e.hidden**-0.5
     w_down = normal_groups(e.groups, e.inter, e.hidden, seed=2 + e.groups) * e.inter**-0.5
     group_sizes = jnp.asarray(draw_shares(e.groups, e.rows))
-    operands = (x, w_gate_up, w_down, group_sizes, dout)
+    weights: tuple[Any, Any] = w_gate_up, w_down
+    if is_quantised_once:
+        weights = jax.tree.map(jax.jit(jax_fp8gemm.quantize_weight), weights)
+    operands = (x, *weights, group_sizes, dout)
     step = compiled(jax.jit(forward_backward(layer)), operands, with_cudnn)
     return Call(
         run=lambda: step(*operands),

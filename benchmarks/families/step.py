@@ -16,7 +16,7 @@ import jax_fp8gemm
 from benchmarks.case import Build, Case, peak_bytes
 from benchmarks.families.mlp import Product
 from benchmarks.families.moe import Layer, bf16_layer
-from benchmarks.families.training import new_state, train
+from benchmarks.families.training import new_state, train, train_on_microbatches
 from benchmarks.peers.tokamax import fastest
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.queues import jax_queue
@@ -28,7 +28,10 @@ _LAX_REPEAT = 3  # a step takes a fifth of a second
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sizes. With experts, each token takes top_k of them, beside an MLP that all tokens pass."""
+    """Sizes. With experts, each token takes top_k of them, beside an MLP that all tokens pass.
+
+    microbatches: in how many parts the sequences pass, before Adam takes the sum of the gradients.
+    """
 
     name: str
     sequences: int
@@ -40,6 +43,7 @@ class Block:
     head_dim: int = 128
     experts: int = 0
     top_k: int = 0
+    microbatches: int = 1
 
     @property
     def tokens(self) -> int:
@@ -73,6 +77,10 @@ BLOCKS = (
         *("deepseek_v3_block", 2, 4096),
         **dict(hidden=7168, heads=56, kv_heads=8, inter=2048, experts=8, top_k=4),
     ),
+    Block(
+        *("deepseek_v3_block_4_microbatches", 4, 4096),
+        **dict(hidden=7168, heads=56, kv_heads=8, inter=2048, experts=8, top_k=4, microbatches=4),
+    ),
 )
 
 
@@ -94,6 +102,9 @@ def step_case(block: Block) -> Case:
                 max_configs=3,
             ),
         }
+    if b.microbatches > 1:
+        once = lambda: call(jax_fp8gemm.matmul, moe.moe_mlp, is_quantised_once=True)
+        peers = {"quantised_once": once} | peers
     return Case(
         labels=dict(name=b.name, tokens=b.tokens, hidden=b.hidden, inter=b.inter),
         shape=Shape(b.tokens, b.inter, b.hidden),
@@ -105,12 +116,24 @@ def step_case(block: Block) -> Case:
 
 
 def step_call(
-    block: Block, product: Product, experts: Layer | None, max_repeat: int | None = None
+    block: Block,
+    product: Product,
+    experts: Layer | None,
+    max_repeat: int | None = None,
+    is_quantised_once: bool = False,
 ) -> Call:
-    """The compiled step, each on the state of the one before; every kernel counts."""
-    weights, x, target = jax.jit(functools.partial(_operands, block))()
-    loss = functools.partial(_loss, block, product, experts)
-    step = jax.jit(functools.partial(train, loss), donate_argnums=0)
+    """The compiled step, each on the state of the one before; every kernel counts.
+
+    is_quantised_once: whether weights are quantised before the micro-batches, not in each of them.
+    """
+    num, (weights, x, target) = block.microbatches, jax.jit(functools.partial(_operands, block))()
+    part = dataclasses.replace(block, sequences=block.sequences // num)
+    loss = functools.partial(_loss, part, product, experts)
+    prepare = _quantised if is_quantised_once else lambda weights: weights
+    run_step = functools.partial(train, loss)
+    if num > 1:
+        run_step = functools.partial(train_on_microbatches, loss, prepare, num)
+    step = jax.jit(run_step, donate_argnums=0)
     states = [new_state(weights)]
     program = step.lower(states[0], x, target).compile()
 
@@ -119,6 +142,12 @@ def step_call(
         return value
 
     return Call(run, jax_queue(), max_repeat=max_repeat, peak_bytes=peak_bytes(program))
+
+
+def _quantised(weights: dict[str, jax.Array]) -> dict[str, Any]:
+    """The weights, quantised but for the router's, whose product is none of FP8."""
+    of_fp8 = {name: jax_fp8gemm.quantize_weight(w) for name, w in weights.items()}
+    return of_fp8 | {name: w for name, w in weights.items() if name == "router"}
 
 
 def _loss(

@@ -9,6 +9,7 @@
 - xla_bf16: jax.lax.dot_general on bf16.
 - xla: of `quantize`, our function in plain JAX.
 - silu: of `activation`, our kernel of SwiGLU.
+- quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
 - lax_ragged_dot: jax.lax.ragged_dot on bf16; for weight gradients jax.lax.ragged_dot_general.
 - lax_ragged_dot_cudnn: the same with XLA's flag for cuDNN's grouped kernels.
 - tokamax: the same of tokamax on its Mosaic GPU kernel, the best of a few configs.
@@ -17,7 +18,8 @@
 
 NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
-    *("xla", "silu", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax", "one_gpu"),
+    *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
+    "one_gpu",
 )
 
 

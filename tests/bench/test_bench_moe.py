@@ -59,6 +59,12 @@ def test_layer_runs_forward_and_backward():
     assert ours.kernel == lax.kernel == "" and lax.max_repeat == 3
 
 
+def test_weights_quantised_once_give_the_same_bits():
+    case = tiny_case()
+    found, expected = case.peers["quantised_once"]().run(), case.build().run()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_peak_memory_counts_arguments_and_results():
     x = jax.ShapeDtypeStruct((1000,), np.float32)
     program = jax.jit(lambda x: (x + 1, x + 2)).lower(x).compile()

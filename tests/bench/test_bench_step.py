@@ -25,7 +25,7 @@ def test_flop_of_a_block():
     attention = 2 * 2 * 32 * 128
     assert DENSE.flop == 128 * (6 * weights + 3 * attention)
     assert MIXTURE.flop - DENSE.flop == 128 * 6 * 2 * 3 * 128 * 256
-    assert step.BLOCKS[0].tokens == step.BLOCKS[1].tokens == 8192
+    assert [block.tokens for block in step.BLOCKS] == [8192, 8192, 16384]
 
 
 @pytest.mark.parametrize("block", [DENSE, MIXTURE], ids=["dense", "mixture"])
@@ -40,6 +40,19 @@ def test_a_block_trains_as_in_bf16(block):
     assert ours.peak_bytes is not None and ours.kernel == ""
 
 
+def test_weights_quantised_once_train_as_in_each_microbatch():
+    block = dataclasses.replace(MIXTURE, microbatches=2)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        each, once = (
+            step.step_call(block, jax_fp8gemm.matmul, moe.moe_mlp, is_quantised_once=is_once)
+            for is_once in (False, True)
+        )
+    losses = [[float(call.run()) for _ in range(3)] for call in (each, once)]
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
+
+
 def test_peers_of_a_block():
     assert list(step.step_case(DENSE).peers) == ["xla_bf16"]
     assert list(step.step_case(MIXTURE).peers) == ["lax_ragged_dot", "tokamax"]
+    microbatches = dataclasses.replace(DENSE, microbatches=2)
+    assert list(step.step_case(microbatches).peers) == ["quantised_once", "xla_bf16"]
