@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import promote_weights
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.einsum import einsum
@@ -24,6 +25,7 @@ from jax_fp8gemm.moe.configs import MoEConfig
 try:
     from flax import linen as nn
     from flax.core import FrozenDict
+    from flax.linen.dtypes import promote_dtype
 except ImportError as error:
     raise ImportError("jax_fp8gemm.linen needs Flax: pip install flax") from error
 
@@ -32,11 +34,17 @@ class _DotGeneral(functools.partial):
     """dot_general with the recipe and the implementation of a module."""
 
 
+def _promote_dtype(*args: Any, **how: Any) -> Any:
+    """Returns Flax's promotion of the arrays; a QuantizedWeight keeps its quantisation."""
+    return promote_weights(lambda arrays: promote_dtype(*arrays, **how), args)
+
+
 class _InFp8(nn.Module):
     """What Dense and DenseGeneral add to Flax's modules."""
 
     recipe: Recipe | str = DEEPSEEK_V3
     implementation: Implementation = None
+    promote_dtype: Any = _promote_dtype
 
     def __post_init__(self) -> None:
         # A clone with another recipe has the product of the first one: it gets another product.
@@ -75,6 +83,7 @@ class Einsum(nn.Einsum):
 
     recipe: Recipe | str = DEEPSEEK_V3
     implementation: Implementation = None
+    promote_dtype: Any = _promote_dtype
 
     @nn.compact
     def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:

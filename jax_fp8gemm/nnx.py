@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.quantized_weight import promote_weights
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
@@ -32,11 +33,20 @@ from jax_fp8gemm.moe.configs import MoEConfig
 
 try:
     from flax import nnx
+    from flax.nnx.nn import dtypes
+
+    from jax_fp8gemm._nnx_weights import Weights, weights_of_einsum
+    from jax_fp8gemm._nnx_weights import quantize_weights as quantize_weights
 except ImportError as error:
     raise ImportError("jax_fp8gemm.nnx needs Flax: pip install flax") from error
 
 
 _lecun_normal = jax.nn.initializers.lecun_normal()
+
+
+def _promote_dtype(args: tuple[Any, ...], /, **how: Any) -> Any:
+    """Returns Flax's promotion of the arrays; a QuantizedWeight keeps its quantisation."""
+    return promote_weights(lambda arrays: dtypes.promote_dtype(tuple(arrays), **how), args)
 
 
 class _InFp8:
@@ -52,8 +62,17 @@ class _InFp8:
         **kwargs: Any,
     ):
         kwargs |= dict(dot_general=bind(dot_general, recipe, implementation))
+        kwargs.setdefault("promote_dtype", _promote_dtype)
         # Flax's class comes next, in the order of bases.
         super().__init__(in_features, out_features, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def weights_of_products(self) -> Weights:
+        """Returns how the product reads the kernel, for quantize_weights."""
+        module: Any = self
+        num_batch, axis = len(getattr(module, "batch_axis", ())), getattr(module, "axis", -1)
+        contracting = tuple(range(len(axis) if isinstance(axis, tuple) else 1))
+        how = module.dot_general.keywords
+        return Weights(("kernel",), how, contracting, num_batch, module.dtype)
 
 
 class Linear(_InFp8, nnx.Linear):
@@ -94,7 +113,13 @@ class Einsum(nnx.Einsum):
         **kwargs: Any,
     ):
         product = bind(einsum, recipe, implementation)
+        kwargs.setdefault("promote_dtype", _promote_dtype)
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=product, **kwargs)
+
+    def weights_of_products(self) -> Weights | None:
+        """Returns how the product reads the kernel, for quantize_weights; None if it is no rhs."""
+        module: Any = self
+        return weights_of_einsum(module.einsum_str, module.einsum_op.keywords, module.dtype)
 
 
 class SwiGLU(nnx.Module):
@@ -152,6 +177,11 @@ class SwiGLU(nnx.Module):
             implementation=self.implementation,
         )
 
+    def weights_of_products(self) -> Weights:
+        """Returns how the products read the weights, for quantize_weights."""
+        how = dict(recipe=self.recipe, implementation=self.implementation)
+        return Weights(("w_gate_up", "w_down"), how)
+
 
 class BalanceBias(nnx.Variable):
     """The bias by which a router chooses experts. It is no parameter: no gradient trains it."""
@@ -206,6 +236,12 @@ class MoE(nnx.Module):
         self.dtype = dtype
         # NNX keeps it in a static part, which must have a hash.
         self.options: tuple[tuple[str, Any], ...] = tuple(options.items())
+
+    def weights_of_products(self) -> Weights:
+        """Returns how the products read the weights, for quantize_weights."""
+        names = ("w_gate_up", "w_down", "shared_gate_up", "shared_down")
+        options = {n: x for n, x in self.options if n in ("recipe", "implementation")}
+        return Weights(tuple(name for name in names if hasattr(self, name)), options)
 
     def __call__(self, x: jax.Array, *, return_load: bool = False) -> Any:
         """Returns what the block makes of the tokens x (..., d), in `dtype`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,16 @@ def master_weights(tree: Any) -> Any:
     tree they are those with respect to the master weights, as an optimiser takes them.
     """
     return jax.tree.map(_weight_of, tree, is_leaf=_is_quantized_weight)
+
+
+def promote_weights(promote: Callable[[list[Any]], Sequence[Any]], args: Sequence[Any]) -> Any:
+    """Returns promote(args), a tuple, where each QuantizedWeight is promoted as its weight is."""
+    promoted = promote([_weight_of(x) for x in args])
+    is_pair = [isinstance(x, QuantizedWeight) for x in args]
+    return tuple(
+        replace(x, weight=y) if pair else y
+        for x, y, pair in zip(args, promoted, is_pair, strict=True)
+    )
 
 
 def _is_quantized_weight(x: object) -> bool:

@@ -39,9 +39,10 @@ def einsum(
 
     Args:
       subscripts: as for jnp.einsum, "bsd,dnh->bsnh" or with an ellipsis.
-      operands: two arrays, as for `dot_general`. The second one may be a QuantizedWeight. Several
-        contracting dimensions are then flattened in the order of its `contracting`; jnp.einsum
-        sorts them by their letters.
+      operands: two arrays, as for `dot_general`. The second one may be a QuantizedWeight. It is
+        then the rhs of the product whatever the order of the result, and several contracting
+        dimensions are flattened in the order of its `contracting`. jnp.einsum may swap operands for
+        a result that it would have to transpose, and sorts those dimensions by their letters.
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
     Returns:
       The array that the subscripts say.

@@ -1,0 +1,85 @@
+"""quantize_weights: quantises the weights of a model in Flax NNX once, for many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
+from jax_fp8gemm._ops.quantize_weight import quantize_weight
+
+
+class Weights(NamedTuple):
+    """How the products of a module read its weights.
+
+    Attributes:
+      names: the attributes that hold them.
+      how: the recipe and the implementation of the module.
+      contracting: as for quantize_weight.
+      num_batch: the number of dimensions in front, with a product for each element.
+      dtype: that to which the module casts them before, or None.
+    """
+
+    names: tuple[str, ...]
+    how: dict[str, Any]
+    contracting: tuple[int, ...] | None = None
+    num_batch: int = 0
+    dtype: Any = None
+
+
+def quantize_weights(model: nnx.Module) -> None:
+    """Quantises the weights of this package's modules in `model` once, in place.
+
+    Each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same bits, and
+    quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast here, and
+    gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum whose
+    result is transposed, where the kernel may not be the rhs of the product::
+
+        def gradients(params, batches):  # of a model = nnx.merge(graph, params)
+            model = nnx.merge(graph, params)
+            quantize_weights(model)
+            _, weights = nnx.split(model)
+
+            def add(total, batch):
+                grads = master_weights(jax.grad(loss)(weights, batch))
+                return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
+
+            return jax.lax.scan(add, zeros, batches)[0]
+
+    Args:
+      model: a module, which may hold others.
+    """
+    for _, module in nnx.iter_modules(model):
+        found: Weights | None = getattr(module, "weights_of_products", lambda: None)()
+        for name in () if found is None else found.names:
+            variable = getattr(module, name)
+            variable.set_value(_quantised(variable[...], found))
+
+
+def _quantised(w: Any, weights: Any) -> QuantizedWeight:
+    if isinstance(w, QuantizedWeight):
+        return w
+    run: Callable[..., Any] = partial(
+        quantize_weight, contracting=weights.contracting, **weights.how
+    )
+    for _ in range(weights.num_batch):
+        run = jax.vmap(run)
+    return run(w if weights.dtype is None else w.astype(weights.dtype))
+
+
+def weights_of_einsum(equation: str, how: dict[str, Any], dtype: Any) -> Weights | None:
+    """Returns how an Einsum reads its kernel; None where it is not the rhs of its product."""
+    inputs, out = equation.replace(" ", "").split("->")
+    lhs, rhs = inputs.split(",")
+    batch = "".join(name for name in rhs if name in lhs and name in out)
+    free = ["".join(n for n in names if n in out and n not in batch) for names in (lhs, rhs)]
+    # For a result in another order jnp.einsum may swap the operands.
+    if not rhs.startswith(batch) or out != "".join((batch, *free)):
+        return None
+    # jnp.einsum contracts in the order of the letters.
+    contracting = tuple(rhs.index(n) - len(batch) for n in sorted(rhs) if n not in out)
+    return Weights(("kernel",), how, contracting, len(batch), dtype)

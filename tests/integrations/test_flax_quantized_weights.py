@@ -1,0 +1,164 @@
+"""Modules of Flax whose weights are quantised once: the bits of the modules with plain weights."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+
+from jax_fp8gemm import QuantizedWeight, Recipe, linen, master_weights, moe, quantize_weight
+from jax_fp8gemm import nnx as ours
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 128)), jnp.float32)
+CONFIG = moe.configs.DEEPSEEK_V3.scaled_down(num_experts=16)
+EINSUM = "bsd,dhk->bshk"
+
+# name: (module by its random numbers, the contracting dimensions of the weights by their names)
+NNX = {
+    "Linear": (partial(ours.Linear, 128, 64), {"kernel": None}),
+    "LinearGeneral": (partial(ours.LinearGeneral, 128, (4, 16)), {"kernel": 0}),
+    "Einsum": (partial(ours.Einsum, EINSUM, (128, 4, 16), (4, 16)), {"kernel": 0}),
+    "SwiGLU": (partial(ours.SwiGLU, 128, 256), {"w_gate_up": None, "w_down": None}),
+    "MoE": (
+        partial(ours.MoE, CONFIG),
+        dict.fromkeys(("w_gate_up", "w_down", "shared_gate_up", "shared_down")),
+    ),
+}
+LINEN = {
+    "Dense": (linen.Dense(64), {"kernel": None}),
+    "DenseGeneral": (linen.DenseGeneral((4, 16)), {"kernel": 0}),
+    "Einsum": (linen.Einsum((128, 4, 16), EINSUM), {"kernel": 0}),
+    "MoE": (
+        linen.MoE(CONFIG),
+        dict.fromkeys(("w_gate_up", "w_down", "shared_gate_up", "shared_down")),
+    ),
+}
+
+
+def quantised(params, contracting, dtype=None):
+    of = lambda name, w: quantize_weight(w.astype(dtype or w.dtype), contracting=contracting[name])
+    return {name: of(name, w) if name in contracting else w for name, w in params.items()}
+
+
+def gradients(run, params):
+    """The result of run(params), and gradients of the parameters in their dtypes."""
+
+    def total(params):
+        out = run(params)
+        return out.astype(jnp.float32).sum(), out
+
+    grads, out = jax.jit(jax.grad(total, has_aux=True))(params)
+    return out, master_weights(grads)
+
+
+def assert_same(name, found, expected):
+    """The same bits. Of MoE, XLA on a CPU may round the f32 sum of a token's experts elsewhere."""
+
+    def check(x, y):
+        if name == "MoE":
+            assert reference.calc_diff(x, y) < 1e-12
+        else:
+            reference.assert_same_bits(x.astype(y.dtype), y)
+
+    jax.tree.map(check, found, expected)
+
+
+def nnx_problem(name, **how):
+    module, contracting = NNX[name]
+    module = module(rngs=nnx.Rngs(0), **how)
+    if name == "MoE":
+        assert set(contracting) < set(moe.block.parameter_shapes(CONFIG))
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    run = lambda params: nnx.merge(graph, nnx.State(params), rest)(X)
+    return run, nnx.to_pure_dict(params), contracting
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_nnx(name):
+    run, params, contracting = nnx_problem(name)
+    found = gradients(run, quantised(params, contracting))
+    assert_same(name, found, gradients(run, params))
+
+
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum"])
+def test_nnx_modules_that_compute_in_bf16(name):
+    """They cast the kernel before it is quantised, so a pair of the cast has their bits."""
+    run, params, contracting = nnx_problem(name, dtype=jnp.bfloat16)
+    found = gradients(run, quantised(params, contracting, jnp.bfloat16))
+    assert found[1]["kernel"].dtype == jnp.bfloat16
+    assert_same(name, found, gradients(run, params))
+    # One of the f32 kernel has the dtypes of such a module too.
+    of_f32 = quantised(params, contracting)
+    out = jax.eval_shape(run, of_f32)
+    assert out.dtype == jnp.bfloat16
+    assert gradients(run, of_f32)[1]["kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NNX)
+def test_quantize_weights_of_a_module(name, dtype):
+    run, params, contracting = nnx_problem(name, dtype=dtype)
+    module = NNX[name][0](rngs=nnx.Rngs(0), dtype=dtype)
+    ours.quantize_weights(module)
+    ours.quantize_weights(module)  # what is quantised stays
+    graph, weights, rest = nnx.split(module, nnx.Param, ...)
+    weights = nnx.to_pure_dict(weights)
+    is_pair = {name for name, w in weights.items() if isinstance(w, QuantizedWeight)}
+    assert is_pair == set(contracting)
+    run_once = lambda weights: nnx.merge(graph, nnx.State(weights), rest)(X)
+    assert_same(name, gradients(run_once, weights), gradients(run, params))
+
+
+def test_quantize_weights_of_a_model():
+    """By the recipe of each module; a module of Flax stays as it is."""
+    rngs = nnx.Rngs(0)
+    head = nnx.Linear(64, 32, rngs=rngs)
+    layers = [
+        ours.Linear(128, 128, recipe=Recipe(pow2_scale=True), rngs=rngs),
+        ours.LinearGeneral((8, 16), 64, axis=(-2, -1), rngs=rngs),
+    ]
+    model = nnx.Sequential(layers[0], lambda x: x.reshape(*x.shape[:-1], 8, 16), layers[1], head)
+    expected = model(X)
+    ours.quantize_weights(model)
+    reference.assert_same_bits(model(X), expected)
+    assert [type(layer.kernel[...]) is QuantizedWeight for layer in (*layers, head)] == [1, 1, 0]
+    assert layers[0].kernel[...].recipe.pow2_scale
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "is_quantised"),
+    [
+        ("bsnh,nhd->bsd", (4, 16, 64), True),  # jnp.einsum contracts h, then n
+        ("bsd,df->fbs", (128, 64), False),  # jnp.einsum multiplies the kernel by x
+        ("...d,df->...f", (128, 64), True),
+        ("gbd,gdf->gbf", (2, 128, 64), True),
+        ("gbd,dgf->gbf", (128, 2, 64), False),
+    ],
+)
+def test_quantize_weights_of_an_einsum(equation, shape, is_quantised):
+    module = ours.Einsum(equation, shape, rngs=nnx.Rngs(0))
+    x = {3: X, 4: X.reshape(2, 8, 4, 32)[..., :16]}[4 if shape[0] == 4 else 3]
+    expected = module(x)
+    ours.quantize_weights(module)
+    assert isinstance(module.kernel[...], QuantizedWeight) == is_quantised
+    reference.assert_same_bits(module(x), expected)
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_linen(name):
+    module, contracting = LINEN[name]
+    variables = module.init(jax.random.key(0), X)
+    rest = {kind: values for kind, values in variables.items() if kind != "params"}
+    run = lambda params: module.apply({"params": params, **rest}, X)
+    found = gradients(run, quantised(variables["params"], contracting))
+    assert_same(name, found, gradients(run, variables["params"]))
+
+
+def test_a_kernel_set_in_place():
+    module = ours.Linear(128, 64, rngs=nnx.Rngs(0))
+    expected = module(X)
+    module.kernel.set_value(quantize_weight(module.kernel[...]))
+    reference.assert_same_bits(module(X), expected)
