@@ -22,7 +22,7 @@ _PTX = """
 .version 7.0
 .target sm_80
 .address_size 64
-.visible .entry {name}(.param .u64 buffer)
+.visible .entry run_{name}(.param .u64 buffer)
 {{
   .reg .b32 %r<4>;
   .reg .b64 %rd<3>;
@@ -117,7 +117,7 @@ class _Gpu:
         buffer, module, function = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p()
         ptx = _PTX.format(name=instruction).encode()
         self._call("cuModuleLoadData", ctypes.byref(module), ptx)
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, instruction.encode())
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, f"run_{instruction}".encode())
         self._call("cuMemAlloc_v2", ctypes.byref(buffer), size)
         self._call("cuMemcpyHtoD_v2", buffer, ctypes.c_void_p(padded.ctypes.data), size)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
