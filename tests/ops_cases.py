@@ -288,9 +288,7 @@ def _named() -> dict[str, Callable]:
             name = f"grouped {'masked' if is_masked else 'rows'} {kind} {out}"
             cases[name] = functools.partial(_grouped, kind, out, is_masked)
     for kind, out in product(("normal", "wild", "special scales"), outs):
-        cases[f"grouped weight gradient {kind} {how(*out)}"] = functools.partial(
-            _wgrad, kind, *out
-        )
+        cases[f"grouped weight gradient {kind} {how(*out)}"] = functools.partial(_wgrad, kind, *out)
     numpy_dtypes = {"f32": np.float32, "bf16": jnp.bfloat16}
     for (out, dtype), fmt in product(numpy_dtypes.items(), FORMATS):
         for pow2 in (False, True):
@@ -329,5 +327,3 @@ def all_cases() -> dict[str, Run]:
         return lambda implementation: [np.asarray(x) for x in case(Bits(seed), implementation)]
 
     return {name: seeded(name, case) for name, case in _named().items()}
-
-

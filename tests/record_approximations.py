@@ -117,7 +117,9 @@ class _Gpu:
         buffer, module, function = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p()
         ptx = _PTX.format(name=instruction).encode()
         self._call("cuModuleLoadData", ctypes.byref(module), ptx)
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, f"run_{instruction}".encode())
+        self._call(
+            "cuModuleGetFunction", ctypes.byref(function), module, f"run_{instruction}".encode()
+        )
         self._call("cuMemAlloc_v2", ctypes.byref(buffer), size)
         self._call("cuMemcpyHtoD_v2", buffer, ctypes.c_void_p(padded.ctypes.data), size)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))

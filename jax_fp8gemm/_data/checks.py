@@ -205,7 +205,8 @@ def check_implementation(op: str, implementation: object) -> None:
     # The type is checked first, because an array would compare element by element.
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{op}: implementation must be None, 'cuda' or 'xla'; got {short_repr(implementation)}"
+            f"{op}: implementation must be None, 'cuda', 'xla' or 'emulate'; "
+            f"got {short_repr(implementation)}"
         )
 
 

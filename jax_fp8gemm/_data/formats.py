@@ -13,8 +13,8 @@ FLOAT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.f
 # What a product of quantised operands returns.
 OUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
-Implementation = Literal["cuda", "xla"] | None
-IMPLEMENTATIONS = (None, "cuda", "xla")
+Implementation = Literal["cuda", "xla", "emulate"] | None
+IMPLEMENTATIONS = (None, "cuda", "xla", "emulate")
 
 
 def num_blocks(extent: int) -> int:

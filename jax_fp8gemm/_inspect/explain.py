@@ -32,7 +32,7 @@ class Explanation:
     - pass: "forward", "backward", or "recomputed" by jax.checkpoint.
     - runs: how often it runs; None in a while loop. A branch of a cond counts as run.
     - operands, results: dtypes and shapes; in a shard_map, those of one device.
-    - implementation: "cuda", or "reference" and why.
+    - implementation: "cuda", "emulate", or "reference" and why.
     - config: the tile config of a product on a GPU with 132 SMs; None for a quantisation.
     - bytes: of operands and results of one run.
     - flop: of one run; 0 for a quantisation. The rows of a grouped product count as if each were
@@ -93,8 +93,7 @@ def _record(call: Call, reason: str | None) -> dict[str, Any]:
     eqn = call.eqn
     name = eqn.primitive.name.removeprefix(site.PREFIX)
     path, op = site.path_and_op(call.stack, eqn)
-    if eqn.params["implementation"] == "xla":
-        reason = "implementation='xla'"
+    implementation = _implementation(eqn.params["implementation"], reason)
     operands, results = ([x.aval for x in xs] for xs in (eqn.invars, eqn.outvars))
     num_bytes = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
     config, flop, time_us = None, 0, cost.copy_time_us(num_bytes)
@@ -108,12 +107,20 @@ def _record(call: Call, reason: str | None) -> dict[str, Any]:
         "runs": call.num_runs,
         "operands": ", ".join(map(short_type, operands)),
         "results": ", ".join(short_type(x) for x in results),
-        "implementation": "cuda" if reason is None else f"reference: {reason}",
+        "implementation": implementation,
         "config": config,
         "bytes": num_bytes,
         "flop": flop,
         "time_us": time_us,
     }
+
+
+def _implementation(chosen: str | None, reason: str | None) -> str:
+    if chosen == "emulate":
+        return chosen
+    if chosen == "xla":
+        reason = "implementation='xla'"
+    return "cuda" if reason is None else f"reference: {reason}"
 
 
 def _spec(params: dict[str, Any], *, is_1d1d: bool, accumulate: bool) -> dict[str, bool]:

@@ -66,6 +66,7 @@ def matmul(
         of both operands, or f32 if they differ. A weakly typed one counts as any other, as in lax.
       implementation: None runs the kernels where they can run, and elsewhere the reference, with
         one warning. "cuda" runs the kernels or raises. "xla" runs the reference.
+        "emulate" gives the bits of the kernels on any machine, slowly.
       out_sharding: the sharding of the result over the operands' Explicit mesh axes, as in
         jnp.matmul. It is needed if one of them cuts k. A PartitionSpec needs the mesh of
         jax.set_mesh.

@@ -52,7 +52,8 @@ def quantize(
         them alone: half the memory, for weights of products without a gradient. Either goes with
         square blocks.
       implementation: None runs the kernel where it can run, and elsewhere the reference, with one
-        warning. "cuda" runs the kernel or raises. "xla" runs the reference. The bits are the same.
+        warning. "cuda" runs the kernel or raises. "xla" and "emulate" run the reference.
+        The bits are the same.
     Returns:
       A ScaledArray of FP8 values and f32 scales. A block that holds an Inf or a NaN becomes NaN as
       a whole. The result is sharded as `x` is, where its shards hold whole blocks. In a shard_map

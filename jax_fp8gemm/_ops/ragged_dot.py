@@ -72,6 +72,7 @@ def ragged_dot(
       recipe: the formats and scale blocks: DEEPSEEK_V3, HYBRID, BF16 or another Recipe.
       implementation: None runs the kernels where they can run, and elsewhere the reference, with
         one warning. "cuda" runs the kernels or raises. "xla" runs the reference.
+        "emulate" gives the bits of the kernels on any machine, slowly.
       out_sharding: the sharding of the result over Explicit mesh axes. The default is that of lhs
         in m and of rhs in n. It is needed if an axis cuts both operands in k.
     Returns:

@@ -39,6 +39,7 @@ def scaled_matmul(
         reuses its buffer for the result where it can. Donate it under jit.
       implementation: None runs the kernel where it can run, and elsewhere the reference, with one
         warning. "cuda" runs the kernel or raises. "xla" runs the reference.
+        "emulate" gives the bits of the kernel on any machine, slowly.
     Returns:
       (m, n) array of out_dtype. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs
       over the axes that cut k.

@@ -2,8 +2,9 @@
 
 The rules are the shape rule, the reference, the FFI call, the batch rule and the partition rule.
 The reference defines what the op computes. It also runs wherever the kernel cannot: on CPU, on
-other GPUs, and with implementation="xla". The choice is made when a program is lowered, so an
-executable always runs the same code.
+other GPUs, and with implementation="xla". The emulation, in plain JAX too, has the bits of the
+kernel, and runs with implementation="emulate" alone. The choice is made when a program is lowered,
+so an executable always runs the same code.
 
 Each module of this folder that calls define_primitive has its sections in the order of the
 arguments of define_primitive. In front of them stands the unchecked function that binds the
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -41,6 +42,8 @@ Arrays = Sequence[jax.Array]
 # NOTE: an eager call that is partitioned fails unless JAX knows that the primitive needs devices
 # when it is lowered. No public function says so.
 _needs_devices = jax_drift.optional("jax._src.dispatch.prim_requires_devices_during_lowering")
+# Implementations in plain JAX, which run on any machine.
+_PLAIN = ("xla", "emulate")
 _eager_folding = jax_drift.optional("jax._src.config.eager_constant_folding", nullcontext)
 
 
@@ -50,6 +53,7 @@ def define_primitive(
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     reference: Callable[..., Arrays],
     ffi_call: Callable[..., Arrays],
+    emulation: Callable[..., Arrays] | None = None,
     batch_rule: Callable[..., tuple[Arrays, Sequence[int]]] | None = None,
     dce_rule: Callable[..., tuple[dict[str, Any], Sequence[int]]] | None = None,
     partition_rule: Callable[..., PartitionRule] | None = None,
@@ -63,6 +67,8 @@ def define_primitive(
       shape_rule: (*avals, **params) -> the types of the results. Raises on bad operands.
       reference: (*operands, **params) -> the results, in plain JAX.
       ffi_call: (*operands, **params) -> the results, by jax.ffi.ffi_call.
+      emulation: (*operands, **params) -> the results with the bits of the kernel, in plain JAX.
+        None: those of the reference have them.
       batch_rule: (operands, batch dims, **params) -> (results, their batch dims). It binds the
         primitive again. None: the op runs for one batch element after another.
       dce_rule: (which results are used, **params) -> (new params, indices of the old results that
@@ -70,9 +76,10 @@ def define_primitive(
       partition_rule: (*avals, **params) -> a PartitionRule, which says where jit may cut the
         operands. None: the compiler gathers sharded operands.
       run_shard: (run, *operands, shards, **params) -> the results on the Shards of one device. run
-        is the reference or the FFI call. None: each device calls run(*operands, **params).
-      shard_params: names of parameters that the shape rule, the reference, the FFI call and the
-        partition rule do not take.
+        is the reference, the emulation or the FFI call. None: each device calls
+        run(*operands, **params).
+      shard_params: names of parameters that the shape rule, the reference, the emulation, the FFI
+        call and the partition rule do not take.
     Returns:
       bind(*operands, implementation, out_specs=None, **params) -> a list of results. out_specs
       holds a PartitionSpec for each result and says how Explicit mesh axes cut it. None: the
@@ -84,6 +91,7 @@ def define_primitive(
         shape_rule,
         reference,
         ffi_call,
+        emulation or reference,
         dce_rule,
         partition_rule,
         run_shard,
@@ -133,6 +141,7 @@ class _Rules:
     shape_rule: Callable[..., Any]
     reference: Callable[..., Arrays]
     ffi_call: Callable[..., Arrays]
+    emulation: Callable[..., Arrays]
     dce_rule: Callable[..., Any] | None
     partition_rule: Callable[..., PartitionRule] | None
     run_shard: Callable[..., Arrays] | None
@@ -152,19 +161,11 @@ class _Rules:
 
     @cached_property
     def shared_reference(self) -> Callable[..., Arrays]:
-        """The reference as a jitted function of its parameters, sorted, and the operands."""
+        return _shared(f"{self.op}_reference", self.reference)
 
-        def run(params, *operands):
-            return self.reference(*operands, **dict(params))
-
-        run.__name__ = f"{self.op}_reference"
-        return jax.jit(run, static_argnums=0)
-
-    def call_reference(self, *operands, **params):
-        # One function of a program for all calls with these types and parameters. XLA's CPU backend
-        # must not inline it: it would fuse each call with what is around, and compile it anew.
-        results = self.shared_reference(tuple(sorted(params.items())), *operands)
-        return set_xla_metadata(results, inlineable="false")
+    @cached_property
+    def shared_emulation(self) -> Callable[..., Arrays]:
+        return _shared(f"{self.op}_emulation", self.emulation)
 
     def abstract_eval(self, *avals, implementation, **params):
         # NOTE: bind() makes all operands vary over the same axes, with one exception: a shard_map
@@ -195,18 +196,25 @@ class _Rules:
             return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(self, lower, ctx, *operands, implementation, **params):
-        if implementation != "xla":
+        if implementation not in _PLAIN:
             reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
             fallback.fall_back(self.op, implementation, reason)
-        run = self.call_reference if _platforms(ctx) == "cpu" else self.reference
+        run = self.plain(implementation, is_shared=_platforms(ctx) == "cpu")
         return lower(run, ctx, *operands, **params)
 
     def lower_cuda(self, lower, ctx, *operands, implementation, **params):
-        reason = None if implementation == "xla" else fallback.unusable_reason()
+        reason = None if implementation in _PLAIN else fallback.unusable_reason()
         if reason is not None:
             fallback.fall_back(self.op, implementation, reason)
-        run = self.reference if implementation == "xla" or reason is not None else self.kernel
+        is_plain = implementation in _PLAIN or reason is not None
+        run = self.plain(implementation, is_shared=False) if is_plain else self.kernel
         return lower(run, ctx, *operands, **params)
+
+    def plain(self, implementation, is_shared: bool) -> Callable[..., Arrays]:
+        """The function in plain JAX that stands for the kernel."""
+        if implementation == "emulate":
+            return self.shared_emulation if is_shared else self.emulation
+        return self.shared_reference if is_shared else self.reference
 
     # From jax 0.12 on, there is an argument more before the equation. It concerns Refs alone.
     def dce(self, used, *live_and_eqn):
@@ -225,6 +233,26 @@ class _Rules:
             "have no useful tangents. Take no gradient of a gradient. Pass a product w itself "
             "rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
         )
+
+
+def _shared(name: str, run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Returns `run` as one function of a program for all calls with the same types and parameters.
+
+    XLA's CPU backend must not inline it: it would fuse each call with what is around, and compile
+    it anew.
+    """
+
+    def run_with(params, *operands):
+        return run(*operands, **dict(params))
+
+    run_with.__name__ = name
+    jitted = jax.jit(run_with, static_argnums=0)
+
+    def call(*operands, **params):
+        results = jitted(tuple(sorted(params.items())), *operands)
+        return cast(Arrays, set_xla_metadata(results, inlineable="false"))
+
+    return call
 
 
 def _make(rules: _Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:

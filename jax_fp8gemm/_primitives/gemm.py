@@ -10,8 +10,8 @@ and with 1x128 scale blocks on rhs (1d1d)
     promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
 
 Element (i, j) of the result is promoted, rounded to the dtype of the result. The reference computes
-the same sum, but its last bits may differ from the kernel's. The scaling is that of the DeepSeek-V3
-report, section 3.3.2.
+the same sum, but its last bits may differ from the kernel's. The emulation has those bits. The
+scaling is that of the DeepSeek-V3 report, section 3.3.2.
 
 lhs and the result may have several dimensions in the place of m; lhs and rhs may have several in
 the place of k (gemm_dims.py). They are folded on the device, so that a mesh may cut each of them.
@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import extension
@@ -197,6 +198,7 @@ gemm_p = define_primitive(
     shape_rule=_shape_rule,
     reference=folded(reference),
     ffi_call=folded(_ffi_call),
+    emulation=folded(multiply),
     batch_rule=_batch_rule,
     partition_rule=_partition_rule,
     run_shard=_run_shard,

@@ -12,6 +12,7 @@ the first group_sizes[i] rows of lhs[i].
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._emulation import f32, product
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import reference
 from jax_fp8gemm._runtime import extension
@@ -77,9 +79,10 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
-def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _tile_by_tile(multiply, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+    """Multiplies 128 rows at a time, by `multiply`: the reference of gemm.py, or its emulation."""
     if lhs.ndim == 3:
-        one = lambda xs: _reference(*xs, first_row=first_row, out_dtype=out_dtype)[0]
+        one = lambda xs: _tile_by_tile(multiply, *xs, first_row=first_row, out_dtype=out_dtype)[0]
         groups_first = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None])
         return [lax.map(one, groups_first)]
     m, n = lhs.shape[0], rhs.shape[1]
@@ -98,14 +101,19 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dt
         row = of_group(first_rows) + tile * _BLOCK
         of_tile = lambda x: lax.dynamic_slice_in_dim(x, row, _BLOCK, **is_index)
         operands = of_tile(lhs), of_tile(lhs_scale), of_group(rhs), of_group(rhs_scale)
-        (product,) = reference(*operands, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32))
+        (result,) = multiply(*operands, is_1d1d=False, out_dtype=jnp.dtype(jnp.float32))
         is_own = row + jnp.arange(_BLOCK, dtype=jnp.int32) < of_group(ends)
-        kept = jnp.where(is_own[:, None], product, of_tile(out))
+        kept = jnp.where(is_own[:, None], result, of_tile(out))
         return lax.dynamic_update_slice_in_dim(out, kept, row, 0, **is_index)
 
     out = constant_like(lhs, jnp.zeros((m + _BLOCK, n), jnp.float32))
     out = lax.fori_loop(jnp.int32(0), jnp.sum(tiles, dtype=jnp.int32), multiply_tile, out)
     return [out[:m].astype(out_dtype)]
+
+
+def _emulation(*operands, out_dtype):
+    (out,) = _tile_by_tile(product.multiply, *operands, out_dtype=jnp.dtype(jnp.float32))
+    return [product.finish(f32.to_bits(out), [], out_dtype)]
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
@@ -178,8 +186,9 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
     shape_rule=_shape_rule,
-    reference=_reference,
+    reference=partial(_tile_by_tile, reference),
     ffi_call=_ffi_call,
+    emulation=_emulation,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
     shard_params=("reduce_dtype",),

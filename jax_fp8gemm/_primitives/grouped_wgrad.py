@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._emulation import f32, product
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm import block_product
 from jax_fp8gemm._runtime import extension
@@ -87,9 +88,7 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
 def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     num_blocks = t // _BLOCK
-    blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
-    ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
-    group = groups.count_up_to(ends, jnp.arange(num_blocks, dtype=jnp.int32))
+    group = _group_of_blocks(group_sizes, num_blocks)
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
 
     def promote(promoted, b):
@@ -103,6 +102,37 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
+
+
+def _group_of_blocks(group_sizes: jax.Array, num_blocks: int) -> jax.Array:
+    """Returns the group of each k-block, or g behind the last group."""
+    t = num_blocks * _BLOCK
+    blocks = jnp.clip((jnp.clip(group_sizes, 0, t) + _BLOCK - 1) // _BLOCK, 0, num_blocks)
+    ends = jnp.minimum(jnp.cumsum(blocks), num_blocks)
+    return groups.count_up_to(ends, jnp.arange(num_blocks, dtype=jnp.int32))
+
+
+def _emulation(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+    (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
+    if 0 in (m, n, t):
+        return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
+    num_blocks = t // _BLOCK
+    group = _group_of_blocks(group_sizes, num_blocks)
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    rhs_scale = f32.to_bits(rhs_scale)
+
+    def add_up(values, scale):
+        def add_block(promoted, b):
+            former = lax.dynamic_index_in_dim(promoted, group[b], keepdims=False)
+            added = product.promote(former, values, scale, rhs, rhs_scale, b, is_1d1d=True)
+            return lax.dynamic_update_index_in_dim(promoted, added, group[b], 0), None
+
+        # Blocks behind the last group are added to one more.
+        zeros = constant_like(values, jnp.zeros((g + 1, values.shape[0], n), jnp.uint32))
+        return lax.scan(add_block, zeros, jnp.arange(num_blocks, dtype=jnp.int32))[0][:g]
+
+    promoted = product.map_rows(add_up, lhs, f32.to_bits(lhs_scale))
+    return [product.finish(promoted, accum, out_dtype)]
 
 
 def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
@@ -165,6 +195,7 @@ grouped_wgrad_p = define_primitive(
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
+    emulation=_emulation,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
 )

@@ -19,7 +19,7 @@ class QuantizeArgs(TypedDict):
     Attributes:
       dtype: float8_e4m3fn or float8_e5m2.
       pow2_scale: whether each scale is rounded up to a power of two.
-      implementation: None, "cuda" or "xla".
+      implementation: None, "cuda", "xla" or "emulate".
     """
 
     dtype: DTypeLike

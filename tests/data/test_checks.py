@@ -85,7 +85,9 @@ def test_a_hint_is_a_sentence_behind_the_message():
 
 def test_an_implementation_of_another_type():
     for given in (jnp.ones(2), ["cuda"], 1):
-        with raises(ValueError, match="quantize: implementation must be None, 'cuda' or 'xla'; "):
+        with raises(
+            ValueError, match="quantize: implementation must be None, 'cuda', 'xla' or 'emulate'; "
+        ):
             checks.check_implementation("quantize", given)
 
 

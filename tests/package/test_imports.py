@@ -15,6 +15,7 @@ _LAYERS = (
     "_runtime",
     "_sharding",
     "_data",
+    "_emulation",
     "_tuning",
     "_primitives",
     "_ops",
