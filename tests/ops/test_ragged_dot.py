@@ -295,7 +295,7 @@ BAD_CALLS = [
     (LHS, RHS, GROUPS, dict(recipe="fp8"), TypeError,
      "recipe must be .*Recipe or of 'deepseek_v3', 'hybrid', 'bf16'; got 'fp8'"),
     (LHS, RHS, GROUPS, dict(implementation="gpu"), ValueError,
-     "implementation must be None, 'cuda' or 'xla'; got 'gpu'"),
+     "implementation must be None, 'cuda', 'xla' or 'emulate'; got 'gpu'"),
     (LHS, RHS, GROUPS, dict(implementation="cuda", recipe=BF16), ValueError,
      "implementation='cuda' must go with an FP8 recipe and default precision"),
 ]  # fmt: skip

@@ -55,7 +55,9 @@ def test_no_leaves_of_a_scaled_array(leaf):
 def test_text_of_many_lines_is_told_by_its_type():
     with raises(ValueError, match=r"block must be \(1, 128\) or \(128, 128\); got key<\w+>\[\]$"):
         fp8.quantize(X, block=jax.random.key(0))
-    with raises(ValueError, match="implementation must be None, 'cuda' or 'xla'; got module$"):
+    with raises(
+        ValueError, match="implementation must be None, 'cuda', 'xla' or 'emulate'; got module$"
+    ):
         fp8.quantize(X, implementation=functools)
 
 

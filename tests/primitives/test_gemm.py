@@ -196,7 +196,7 @@ LHS, RHS = (8, 256), (16, 256)
         (
             lambda l, r: (l, r, dict(implementation="gpu")),
             ValueError,
-            "implementation must be None, 'cuda' or 'xla'; got 'gpu'",
+            "implementation must be None, 'cuda', 'xla' or 'emulate'; got 'gpu'",
         ),
     ],
 )

@@ -263,7 +263,7 @@ G3 = int32((1, 2, 3))
             r"group_sizes must have 1 to 1024 groups; got group_sizes s32\[1025\]",
         ),
         (dict(out_dtype=jnp.float16), TypeError, "out_dtype must be bf16 or f32; got f16"),
-        (dict(implementation="gpu"), ValueError, "None, 'cuda' or 'xla'; got 'gpu'"),
+        (dict(implementation="gpu"), ValueError, "None, 'cuda', 'xla' or 'emulate'; got 'gpu'"),
     ],
 )
 def test_bad_input_is_told_at_trace_time(args, error, message):

@@ -230,7 +230,7 @@ G3 = int32((1, 2, 3))
             ValueError,
             "accumulate_into must go with out_dtype float32; got out_dtype bf16",
         ),
-        (dict(implementation="gpu"), ValueError, "None, 'cuda' or 'xla'; got 'gpu'"),
+        (dict(implementation="gpu"), ValueError, "None, 'cuda', 'xla' or 'emulate'; got 'gpu'"),
     ],
 )
 def test_bad_input_is_told_at_trace_time(args, error, message):

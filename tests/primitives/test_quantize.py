@@ -221,7 +221,11 @@ def test_gathering_fp8_equals_quantising_after_the_gather():
         (dict(with_transpose="only"), ValueError, "with_transpose must go with .*quantize_both"),
         (dict(with_transpose="both"), TypeError, "with_transpose must be True, .* got 'both'"),
         (dict(with_transpose=1), TypeError, "with_transpose must be True, False or 'only'; got 1"),
-        (dict(implementation="triton"), ValueError, "None, 'cuda' or 'xla'; got 'triton'"),
+        (
+            dict(implementation="triton"),
+            ValueError,
+            "None, 'cuda', 'xla' or 'emulate'; got 'triton'",
+        ),
     ],
 )
 def test_bad_input_is_told_at_trace_time(args, error, message):

@@ -192,7 +192,11 @@ def test_export_round_trip():
             r"group_sizes must have 1 to 1024 groups; got group_sizes s32\[1025\]",
         ),
         (dict(dtype=jnp.bfloat16), TypeError, "dtype must be f8e4m3fn or f8e5m2; got bf16"),
-        (dict(implementation="triton"), ValueError, "None, 'cuda' or 'xla'; got 'triton'"),
+        (
+            dict(implementation="triton"),
+            ValueError,
+            "None, 'cuda', 'xla' or 'emulate'; got 'triton'",
+        ),
     ],
 )
 def test_bad_input_is_told_at_trace_time(args, error, message):
