@@ -35,10 +35,12 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
   const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
   const int64_t num_tiles =
       is_in_range ? CeilDiv(m, config.block_m) * CeilDiv(n, config.block_n) : 0;
-  if (!is_in_range || k % 16 != 0 || n % 8 != 0 || num_tiles > kMaxDim) {
-    return InvalidArgument("gemm: m, n and k must be in 1..2^30, k a multiple of 16, n of 8, and ",
-                           "tiles of out at most 2^30; got lhs ", ShapeText(lhs), ", rhs ",
-                           ShapeText(rhs), ". Pad lhs and rhs with zeros.");
+  const int64_t row = config.transpose_out ? m : n;
+  if (!is_in_range || k % 16 != 0 || row % 8 != 0 || num_tiles > kMaxDim) {
+    return InvalidArgument("gemm: m, n and k must be in 1..2^30, k a multiple of 16, ",
+                           config.transpose_out ? "m" : "n", " of 8, and tiles of out at most ",
+                           "2^30; got lhs ", ShapeText(lhs), ", rhs ", ShapeText(rhs),
+                           ". Pad lhs and rhs with zeros.");
   }
   return ffi::Error::Success();
 }
@@ -55,7 +57,8 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "lhs_scale", lhs_scale, kF32, {m, kb}));
   FFI_RETURN_IF_ERROR(
       CheckBuffer("gemm", "rhs_scale", rhs_scale, kF32, {config.is_1d1d ? n : nb, kb}));
-  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "out", out, OutType(config), {m, n}));
+  const int64_t rows = config.transpose_out ? n : m, columns = config.transpose_out ? m : n;
+  FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "out", out, OutType(config), {rows, columns}));
   FFI_RETURN_IF_ERROR(CheckAccum("gemm", config, accum, out));
   return ProductParams(config, lhs_scale, rhs_scale, out, m, n, k);
 }
@@ -69,7 +72,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                          BindParams(config, lhs, lhs_scale, rhs, rhs_scale, accum, *out));
     const int64_t num_units = CeilDiv(params.m, config.block_m * config.cluster_m) *
                               CeilDiv(params.n, config.block_n * config.cluster_n);
-    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), params.n, params.m,
+    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), params.n,
+                      config.transpose_out ? params.n : params.m,
                       num_units * config.cluster_m * config.cluster_n, stream);
   });
 }

@@ -36,9 +36,9 @@ bool IsInRange(const GemmConfig& c) {
   return is_in(c.block_m, 8, 256) && is_in(c.block_n, 8, 256) && is_in(c.sub_n, 8, 256) &&
          is_in(c.num_consumers, 1, 3) && is_in(c.num_accums, 1, 8) && is_in(c.num_stages, 2, 32) &&
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
-         c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.out_f32) &&
-         is_flag(c.accumulate) && is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) &&
-         is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
+         c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.transpose_out) &&
+         is_flag(c.out_f32) && is_flag(c.accumulate) && is_flag(c.lhs_e5m2) &&
+         is_flag(c.rhs_e5m2) && is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
 }
 
 constexpr const char* kRanges =
@@ -85,8 +85,10 @@ const char* BrokenRule(const GemmConfig& c) {
       // A box of row scales is 4 longer, and at most 256.
       {grouping != Grouping::kRows || c.block_m < 256,
        "groups of rows must have block_m below 256"},
-      {grouping != Grouping::kContraction || c.is_1d1d,
-       "groups of the contraction must have 1x128 scales of rhs"},
+      {!c.transpose_out || (!c.is_1d1d && grouping != Grouping::kRows),
+       "transpose_out must go with 128x128 scales of rhs, and not with groups of rows"},
+      {!c.transpose_out || c.num_slabs == 0 || c.block_n % 64 == 0,
+       "transpose_out with slabs needs block_n a multiple of 64"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
       {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % SlabColumns(c) == 0),
        "slabs need block_m of at least 64 and block_n a multiple of 32"},
@@ -110,11 +112,12 @@ const char* BrokenRule(const GemmConfig& c) {
 std::string KernelName(const GemmConfig& config) {
   static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
   return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
-                config.block_m, "x", config.block_n, config.out_f32 ? "_f32" : "_bf16",
-                config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
-                config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
-                config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
-                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n);
+                config.transpose_out ? "transposed_" : "", config.block_m, "x", config.block_n,
+                config.out_f32 ? "_f32" : "_bf16", config.accumulate ? "_accumulate" : "",
+                config.lhs_e5m2 ? "_e5m2" : "_e4m3", config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub",
+                config.sub_n, "_consumers", config.num_consumers, "_accums", config.num_accums,
+                "_stages", config.num_stages, "_slabs", config.num_slabs, "_cluster",
+                config.cluster_m, "x", config.cluster_n);
 }
 
 int64_t SlabColumns(const GemmConfig& config) {
@@ -140,8 +143,8 @@ ffi::Error CheckConfig(const GemmConfig& config) {
     // Nothing is computed from such a config: any product of its fields may overflow.
     return InvalidArgument("gemm: ", kRanges, "; got ", KernelName(config), ", grouping ",
                            config.grouping, ", num_sms ", config.num_sms, ", flags ",
-                           config.is_1d1d, " ", config.out_f32, " ", config.accumulate, " ",
-                           config.lhs_e5m2, " ", config.rhs_e5m2);
+                           config.is_1d1d, " ", config.transpose_out, " ", config.out_f32, " ",
+                           config.accumulate, " ", config.lhs_e5m2, " ", config.rhs_e5m2);
   }
   const char* rule = BrokenRule(config);
   if (rule == nullptr) return ffi::Error::Success();
@@ -175,6 +178,7 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
   add("kConsumerRegs", registers.consumer);
   add("kGrouping", config.grouping);
   add("kIs1d1d", config.is_1d1d != 0);
+  add("kTransposesOut", config.transpose_out != 0);
   add("kOutF32", config.out_f32 != 0);
   add("kAccumulate", config.accumulate != 0);
   return {name, text + "};\n#include \"gemm/gemm.cuh\"\n"};

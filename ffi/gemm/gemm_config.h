@@ -27,6 +27,7 @@ struct GemmConfig {
   int32_t num_slabs;             // per consumer, 8 KiB each to stage out for TMA; 0: store directly
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
+  int32_t transpose_out;         // out is stored transposed: (n, m)
   int32_t out_f32;               // out is f32, otherwise bf16
   int32_t accumulate;            // out = accum + product; f32 only
   int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
@@ -37,14 +38,23 @@ struct GemmConfig {
 template <>
 struct ConfigFields<GemmConfig> {
   static constexpr ConfigField<GemmConfig> kAll[] = {
-      {"accumulate", &GemmConfig::accumulate}, {"block_m", &GemmConfig::block_m},
-      {"block_n", &GemmConfig::block_n},       {"cluster_m", &GemmConfig::cluster_m},
-      {"cluster_n", &GemmConfig::cluster_n},   {"grouping", &GemmConfig::grouping},
-      {"is_1d1d", &GemmConfig::is_1d1d},       {"lhs_e5m2", &GemmConfig::lhs_e5m2},
-      {"num_accums", &GemmConfig::num_accums}, {"num_consumers", &GemmConfig::num_consumers},
-      {"num_slabs", &GemmConfig::num_slabs},   {"num_sms", &GemmConfig::num_sms},
-      {"num_stages", &GemmConfig::num_stages}, {"out_f32", &GemmConfig::out_f32},
-      {"rhs_e5m2", &GemmConfig::rhs_e5m2},     {"sub_n", &GemmConfig::sub_n},
+      {"accumulate", &GemmConfig::accumulate},
+      {"block_m", &GemmConfig::block_m},
+      {"block_n", &GemmConfig::block_n},
+      {"cluster_m", &GemmConfig::cluster_m},
+      {"cluster_n", &GemmConfig::cluster_n},
+      {"grouping", &GemmConfig::grouping},
+      {"is_1d1d", &GemmConfig::is_1d1d},
+      {"lhs_e5m2", &GemmConfig::lhs_e5m2},
+      {"num_accums", &GemmConfig::num_accums},
+      {"num_consumers", &GemmConfig::num_consumers},
+      {"num_slabs", &GemmConfig::num_slabs},
+      {"num_sms", &GemmConfig::num_sms},
+      {"num_stages", &GemmConfig::num_stages},
+      {"out_f32", &GemmConfig::out_f32},
+      {"rhs_e5m2", &GemmConfig::rhs_e5m2},
+      {"sub_n", &GemmConfig::sub_n},
+      {"transpose_out", &GemmConfig::transpose_out},
   };
 };
 

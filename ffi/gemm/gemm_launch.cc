@@ -88,9 +88,12 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
         config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const int64_t element_bytes = config.out_f32 ? 4 : 2, columns = SlabColumns(config);
     const auto swizzle = columns * element_bytes == 128 ? kSwizzle : CU_TENSOR_MAP_SWIZZLE_64B;
+    const int64_t row = config.transpose_out ? params.m : params.n;
+    // f32 transposed: a slab of 64 rows and 32 columns is two boxes of 32 rows of out.
+    const int64_t box_rows = config.transpose_out ? columns : kSlabRows;
     FFI_ASSIGN_OR_RETURN(params.out_map,
-                         EncodeTensorMap2D(driver, type, params.out, n, out_rows, n * element_bytes,
-                                           columns, kSlabRows, swizzle));
+                         EncodeTensorMap2D(driver, type, params.out, row, out_rows,
+                                           row * element_bytes, columns, box_rows, swizzle));
   }
   return ffi::Error::Success();
 }

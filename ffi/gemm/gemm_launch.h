@@ -36,7 +36,8 @@ static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800
 static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
               offsetof(GemmParams, first_part) == 856);
 
-// Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), and
+// Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), or
+// (out_rows, m) if out is transposed, and
 // launches the kernel for at most `max_tiles` tiles. `params` has everything else.
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
                       int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream);

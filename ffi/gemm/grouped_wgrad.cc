@@ -27,9 +27,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs", lhs, Fp8Type(config.lhs_e5m2), {m, t}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "lhs_scale", lhs_scale, kF32, {m, tb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs", rhs, Fp8Type(config.rhs_e5m2), {n, t}));
-    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs_scale", rhs_scale, kF32, {n, tb}));
+    const int64_t nb = config.is_1d1d ? n : CeilDiv(n, kScaleBlock);
+    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "rhs_scale", rhs_scale, kF32, {nb, tb}));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "group_sizes", group_sizes, kS32, {g}));
-    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {g * m, n}));
+    const int64_t rows = config.transpose_out ? n : m, columns = config.transpose_out ? m : n;
+    FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {g * rows, columns}));
     const int64_t max_tiles = g * CeilDiv(m, static_cast<int64_t>(config.block_m)) *
                               CeilDiv(n, static_cast<int64_t>(config.block_n));
     if (t % kScaleBlock != 0 || max_tiles > kMaxDim) {
@@ -40,8 +42,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, t);
     params.num_groups = static_cast<int32_t>(g);
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
-    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), n, g * m, max_tiles,
-                      stream);
+    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), n, g * rows,
+                      max_tiles, stream);
   });
 }
 

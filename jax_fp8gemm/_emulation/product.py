@@ -27,8 +27,14 @@ _BLOCK = formats.SCALE_BLOCK
 _TILE = 128
 
 
-def multiply(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype: Any):
+def multiply(
+    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype: Any
+):
     """gemm.reference with the bits of the kernel."""
+    if is_2d1d:  # as the kernel: the transpose of the product of the exchanged operands
+        accum = [x.T for x in accum]
+        exchanged = rhs, rhs_scale, lhs, lhs_scale, *accum
+        return [x.T for x in multiply(*exchanged, is_1d1d=False, out_dtype=out_dtype)]
     (m, k), n = lhs.shape, rhs.shape[0]
     if 0 in (m, n, k):
         return list(accum) or [jnp.zeros((m, n), out_dtype)]

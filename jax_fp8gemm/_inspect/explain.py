@@ -17,7 +17,7 @@ from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
 from jax_fp8gemm._tuning import choose, cost
-from jax_fp8gemm._tuning.tile_config import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,10 @@ def _implementation(chosen: str | None, reason: str | None) -> str:
 
 
 def _spec(params: dict[str, Any], *, is_1d1d: bool, accumulate: bool) -> dict[str, bool]:
-    out_f32 = params["out_dtype"] == jnp.float32
-    return dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=accumulate)
+    out_f32, transpose_out = params["out_dtype"] == jnp.float32, params.get("is_2d1d", False)
+    return dict(
+        is_1d1d=is_1d1d, transpose_out=transpose_out, out_f32=out_f32, accumulate=accumulate
+    )
 
 
 def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int, float]:
@@ -136,7 +138,7 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
     if flop == 0:
         return None, 0, 0.0
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
-    padded = m, _up(n, 8), _up(k, 16)
+    padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
     config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS)
     how = is_1d1d, _out_bytes(spec), hopper.NUM_SMS
     return _text(config), flop, num_products * cost.time_us(config, *padded, *how)
@@ -145,9 +147,16 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
 def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
     if flop == 0:
         return None, 0, 0.0
+    m, n = _exchanged(m, n, spec)
     config = choose.choose_grouped(m, n, k, g, **spec, num_sms=hopper.NUM_SMS)
-    how = spec["is_1d1d"], _out_bytes(spec), hopper.NUM_SMS
+    grouping = GROUPED_CONTRACTION if spec["is_1d1d"] or spec["transpose_out"] else GROUPED_ROWS
+    how = spec["is_1d1d"], _out_bytes(spec), hopper.NUM_SMS, grouping
     return _text(config), flop, cost.grouped_time_us(config, m, n, k, g, *how)
+
+
+def _exchanged(m: int, n: int, spec: dict[str, bool]) -> tuple[int, int]:
+    """Returns the extents of the product that the kernel computes."""
+    return (n, m) if spec["transpose_out"] else (m, n)
 
 
 def _grouped_gemm(operands: list[Any], params: dict[str, Any]):
@@ -159,7 +168,8 @@ def _grouped_gemm(operands: list[Any], params: dict[str, Any]):
 
 def _grouped_wgrad(operands: list[Any], params: dict[str, Any]):
     (m, t), (n, _), (g,) = operands[0].shape, operands[2].shape, operands[4].shape
-    spec = _spec(params, is_1d1d=True, accumulate=len(operands) == 6)
+    is_1d1d = not params["is_2d1d"]
+    spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 6)
     return _grouped(m, n, t, g, 2 * m * n * t, spec)
 
 

@@ -9,6 +9,10 @@ and with 1x128 scale blocks on rhs (1d1d)
 
     promoted = fma(rhs_scale[j, b], lhs_scale[i, b] * (lhs[i, b] . rhs[j, b]), promoted)
 
+With 128x128 scale blocks on lhs and 1x128 scale blocks on rhs (2d1d)
+
+    promoted = fma(lhs_scale[i / 128, b] * rhs_scale[j, b], lhs[i, b] . rhs[j, b], promoted)
+
 Element (i, j) of the result is promoted, rounded to the dtype of the result. The reference computes
 the same sum, but its last bits may differ from the kernel's. The emulation has those bits. The
 scaling is that of the DeepSeek-V3 report, section 3.3.2.
@@ -54,7 +58,7 @@ def gemm(
     """Multiplies lhs (..., k) by the transpose of rhs (n, k): scaled_matmul without the checks.
 
     Args:
-      lhs: block (1, 128).
+      lhs: block (1, 128), or (128, 128) with an rhs of (1, 128).
       rhs: block (128, 128) or (1, 128). All its dimensions after the first are k. If there are
         several, the last must consist of whole scale blocks.
       out_dtype: bfloat16 or float32.
@@ -68,7 +72,8 @@ def gemm(
     operands += [] if accum is None else [accum]
     params: dict[str, Any] = dict(
         num_k_dims=rhs.ndim - 1,
-        is_1d1d=rhs.block == (1, 128),
+        is_1d1d=lhs.block == rhs.block,
+        is_2d1d=lhs.block == (_BLOCK, _BLOCK),
         out_dtype=jnp.dtype(out_dtype),
         reduce_dtype=jnp.dtype(reduce_dtype),
     )
@@ -77,33 +82,38 @@ def gemm(
     return gemm_p(*operands, implementation=implementation, out_specs=out_specs, **params)[0]
 
 
-def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype):
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype):
     shapes = matrix_shapes(operands, num_k_dims)
     matrices = [
         jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
     ]
-    _check(*matrices, is_1d1d=is_1d1d, out_dtype=out_dtype)
+    _check(*matrices, is_1d1d=is_1d1d, is_2d1d=is_2d1d, out_dtype=out_dtype)
     lhs, rhs = operands[0], operands[2]
     n = rhs.shape[num_batch_dims(rhs, num_k_dims)]
     return [jax.ShapeDtypeStruct((*lhs.shape[:-num_k_dims], n), out_dtype)]
 
 
-def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype) -> None:
+def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool, out_dtype) -> None:
     op, shape = "gemm", (lhs.shape[0], rhs.shape[0])
-    checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
-    checks.check_scaled(op, "rhs", rhs, rhs_scale, (1 if is_1d1d else _BLOCK, _BLOCK))
+    is_1d2d = not (is_1d1d or is_2d1d)
+    checks.check_scaled(op, "lhs", lhs, lhs_scale, (_BLOCK if is_2d1d else 1, _BLOCK))
+    checks.check_scaled(op, "rhs", rhs, rhs_scale, (_BLOCK if is_1d2d else 1, _BLOCK))
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     for accum_aval in accum:
         checks.check_accumulator(op, accum_aval, shape, out_dtype)
 
 
-def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
+def reference(
+    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype
+):
     """Multiplies matrices in plain JAX."""
     m, k = lhs.shape
     n = rhs.shape[0]
     if k == 0:
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
-    if not is_1d1d:
+    if is_2d1d:
+        lhs_scale = jnp.repeat(lhs_scale, _BLOCK, axis=0)[:m]
+    elif not is_1d1d:
         rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
     # NOTE: XLA on GPU removes a rounding to FP8 if the same program casts the values back.
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
@@ -121,7 +131,7 @@ def reference(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
 
 
 def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
-    """Returns the scaled product over k-block b, f32 (m, n). rhs has 1x128 scales."""
+    """Returns the scaled product over k-block b, f32 (m, n). Both have 1x128 scales."""
     # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
     is_index: dict[str, Any] = dict(allow_negative_indices=False)
     block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1, **is_index)
@@ -131,8 +141,14 @@ def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
     return column(lhs_scale)[:, None] * column(rhs_scale)[None] * product
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
-    """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
+def _ffi_call(
+    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype
+):
+    """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros.
+
+    In the kernel 128x128 scales belong to rhs. If they are those of lhs, the operands are
+    exchanged, and the kernel stores the transpose of what it computes.
+    """
     m, k = lhs.shape
     n = rhs.shape[0]
     if 0 in (m, n, k):
@@ -142,13 +158,22 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, out_dtype):
     )
     pad_k, pad_n = -k % 16, -n % 8
     lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, pad_n, pad_k)
-    if is_1d1d:
+    if is_1d1d or is_2d1d:
         rhs_scale = pad(rhs_scale, pad_n, 0, 1)
     # 128x128 scales need no padding: n rounded up to 8 ends in the same block.
     accum = [pad(x, 0, pad_n) for x in accum]
     num_sms = extension.num_sms()
-    spec = dict(is_1d1d=is_1d1d, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
-    config = choose.choose(m, n + pad_n, k + pad_k, num_sms=num_sms, **spec).attributes(
+    spec = dict(
+        is_1d1d=is_1d1d,
+        transpose_out=is_2d1d,
+        out_f32=out_dtype == jnp.float32,
+        accumulate=bool(accum),
+    )
+    extents = m, n + pad_n
+    if is_2d1d:
+        extents = extents[::-1]
+        lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
+    config = choose.choose(*extents, k + pad_k, num_sms=num_sms, **spec).attributes(
         **spec, **tile_config.formats(lhs, rhs), num_sms=num_sms
     )
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
@@ -169,7 +194,9 @@ def _batch_rule(operands, dims, **params):
     return batch_rule(gemm_p, operands, dims, **params)
 
 
-def _partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> PartitionRule:
+def _partition_rule(
+    *operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype
+) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
     num_batch = num_batch_dims(rhs, num_k_dims)
     several = lambda name, count: "".join(f"{name}{i} " for i in range(count))
@@ -178,7 +205,8 @@ def _partition_rule(*operands, num_k_dims: int, is_1d1d: bool, out_dtype) -> Par
     k = several("k", num_k_dims - 1) + "k"
     lhs_dims, rhs_dims, out_dims = f"{batch}{m} {k}", f"{batch}n {k}", f"{batch}{m} n"
     dims = lhs_dims, lhs_dims, rhs_dims, rhs_dims, out_dims
-    blocks = {"k": _BLOCK} if is_1d1d else {"k": _BLOCK, "n": _BLOCK}
+    square = {} if is_1d1d else {"m" if is_2d1d else "n": _BLOCK}
+    blocks = {"k": _BLOCK, **square}
     return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting=tuple(k.split()))
 
 

@@ -59,14 +59,14 @@ def batch_rule(
     *,
     num_k_dims: int,
     is_1d1d: bool,
+    is_2d1d: bool,
     **params: Any,
 ) -> tuple[Arrays, Sequence[int]]:
     """Adds the dimension of jax.vmap to the operands, and binds gemm_p again.
 
     If lhs alone is batched, it gets one more dimension of rows. If rhs alone is, the new dimension
     is folded into n. If both are, there is one more batch dimension. The elements run one after
-    another if accum alone is batched, or if a scale block of 128 rows of rhs would span two of
-    them.
+    another if accum alone is batched, or if a scale block of 128 rows would span two of them.
     """
     lhs_batched = any(d is not None for d in dims[:2])
     rhs_batched = any(d is not None for d in dims[2:4])
@@ -76,12 +76,18 @@ def batch_rule(
         else jnp.moveaxis(operands[i], dims[i], 0)
     )
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d)
+    params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d, is_2d1d=is_2d1d)
     is_batch = operands[2].ndim - (dims[2] is not None) > 1 + num_k_dims
     if is_batch or (lhs_batched and rhs_batched):
         return bind(*(front(i, size) for i in range(len(operands))), **params), [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
-    if not (lhs_batched or rhs_batched) or (rhs_batched and not is_1d1d and n % SCALE_BLOCK):
+    # The rows that a new dimension is folded into, and whether 128 of them share a scale.
+    if rhs_batched:
+        folded_rows, is_square = n, not (is_1d1d or is_2d1d)
+    else:
+        rows = [extent for d, extent in enumerate(operands[0].shape) if d != dims[0]]
+        folded_rows, is_square = rows[-num_k_dims - 1], is_2d1d
+    if not (lhs_batched or rhs_batched) or (is_square and folded_rows % SCALE_BLOCK):
         return bind_each(bind, operands, dims, **params), [0]
     accum = [front(4, size)] if len(operands) == 5 else []
     if lhs_batched:

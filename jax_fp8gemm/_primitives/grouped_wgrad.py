@@ -4,7 +4,7 @@ For lhs (m, t) and rhs (n, t), with columns(i) the columns that hold the tokens 
 
     out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
 
-Each product is that of gemm.py, 1d1d, and has the bits of scaled_matmul of that group alone.
+Each product is that of gemm.py, 1d1d or 2d1d, and has the bits of scaled_matmul of that group alone.
 _data/groups.py says where the columns of a group are.
 """
 
@@ -45,7 +45,8 @@ def grouped_wgrad(
     """Contracts the tokens of each group: scaled_ragged_wgrad without the checks.
 
     Args:
-      lhs: (m, t) and rhs: (n, t), block (1, 128), quantised by quantize_ragged.
+      lhs: (m, t) and rhs: (n, t), block (1, 128), quantised by quantize_ragged. lhs may have block
+        (128, 128).
       group_sizes: (g,) integers.
       out_dtype: bfloat16 or float32.
       accum: (g, m, n) f32 that the product is added to, or None.
@@ -56,7 +57,8 @@ def grouped_wgrad(
     operands = [*values_and_scale(lhs), *values_and_scale(rhs), groups.as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     operands = [jnp.asarray(x) for x in operands]
-    params = dict(out_dtype=jnp.dtype(out_dtype))
+    is_2d1d = lhs.block == (_BLOCK, _BLOCK)
+    params: dict[str, Any] = dict(is_2d1d=is_2d1d, out_dtype=jnp.dtype(out_dtype))
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
     return grouped_wgrad_p(*operands, **how, **params)[0]
@@ -72,11 +74,12 @@ def check_tokens(op: str, lhs: Any, rhs: Any) -> None:
         )
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool, out_dtype):
     op = "grouped_wgrad"
     for name, x, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
         checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
-        checks.check_scaled(op, name, x, scale, (1, _BLOCK))
+        is_square = is_2d1d and name == "lhs"
+        checks.check_scaled(op, name, x, scale, (_BLOCK if is_square else 1, _BLOCK))
     check_tokens(op, lhs, rhs)
     groups.check_group_sizes(op, group_sizes)
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
@@ -85,11 +88,13 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     return [jax.ShapeDtypeStruct(shape, out_dtype)]
 
 
-def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool, out_dtype):
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     num_blocks = t // _BLOCK
     group = _group_of_blocks(group_sizes, num_blocks)
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    if is_2d1d:
+        lhs_scale = jnp.repeat(lhs_scale, _BLOCK, axis=0)[:m]
 
     def promote(promoted, b):
         scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b)
@@ -112,10 +117,12 @@ def _group_of_blocks(group_sizes: jax.Array, num_blocks: int) -> jax.Array:
     return groups.count_up_to(ends, jnp.arange(num_blocks, dtype=jnp.int32))
 
 
-def _emulation(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
+def _emulation(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool, out_dtype):
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     if 0 in (m, n, t):
         return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
+    if is_2d1d:  # as the kernel: the transpose of the product of the exchanged operands
+        lhs, lhs_scale, rhs, rhs_scale, n = rhs, rhs_scale, lhs, lhs_scale, m
     num_blocks = t // _BLOCK
     group = _group_of_blocks(group_sizes, num_blocks)
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
@@ -124,7 +131,7 @@ def _emulation(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     def add_up(values, scale):
         def add_block(promoted, b):
             former = lax.dynamic_index_in_dim(promoted, group[b], keepdims=False)
-            added = product.promote(former, values, scale, rhs, rhs_scale, b, is_1d1d=True)
+            added = product.promote(former, values, scale, rhs, rhs_scale, b, not is_2d1d)
             return lax.dynamic_update_index_in_dim(promoted, added, group[b], 0), None
 
         # Blocks behind the last group are added to one more.
@@ -132,11 +139,15 @@ def _emulation(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
         return lax.scan(add_block, zeros, jnp.arange(num_blocks, dtype=jnp.int32))[0][:g]
 
     promoted = product.map_rows(add_up, lhs, f32.to_bits(lhs_scale))
+    promoted = promoted.mT if is_2d1d else promoted
     return [product.finish(promoted, accum, out_dtype)]
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
-    """Calls the kernel. It needs n % 8 == 0, so rhs is padded with zeros."""
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool, out_dtype):
+    """Calls the kernel. It needs n % 8 == 0, so rhs is padded with zeros.
+
+    With 128x128 scales of lhs the operands are exchanged, as in gemm.py.
+    """
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     if 0 in (m, n, t):
         return list(accum) or [jnp.zeros((g, m, n), out_dtype)]
@@ -146,16 +157,26 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
         rhs_scale = jnp.pad(rhs_scale, ((0, pad_n), (0, 0)), constant_values=1)
         accum = [jnp.pad(x, ((0, 0), (0, 0), (0, pad_n))) for x in accum]
     accum = [x.reshape(g * m, n + pad_n) for x in accum]
-    spec = dict(is_1d1d=True, out_f32=out_dtype == jnp.float32, accumulate=bool(accum))
+    spec = dict(
+        is_1d1d=not is_2d1d,
+        transpose_out=is_2d1d,
+        out_f32=out_dtype == jnp.float32,
+        accumulate=bool(accum),
+    )
+    extents = m, n + pad_n
+    if is_2d1d:
+        extents = extents[::-1]
+        lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     num_sms = extension.num_sms()
-    config = choose.choose_grouped(m, n, t, g, **spec, num_sms=num_sms).attributes(
+    config = choose.choose_grouped(*extents, t, g, **spec, num_sms=num_sms).attributes(
         **spec,
         **tile_config.formats(lhs, rhs),
         num_sms=num_sms,
         grouping=tile_config.GROUPED_CONTRACTION,
     )
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
-    layouts = [row_major, column_major, row_major, column_major, vector, row_major]
+    rhs_scale_layout = row_major if is_2d1d else column_major
+    layouts = [row_major, column_major, row_major, rhs_scale_layout, vector, row_major]
     out = jax.ffi.ffi_call(
         extension.GROUPED_WGRAD_TARGET,
         jax.ShapeDtypeStruct((g * m, n + pad_n), out_dtype),
@@ -166,16 +187,17 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, out_dtype):
     return [out[:, :n].reshape(g, m, n)]
 
 
-def _partition_rule(*operands, out_dtype) -> PartitionRule:
+def _partition_rule(*operands, is_2d1d: bool, out_dtype) -> PartitionRule:
     # The column of a token depends on the sizes of all groups, so every device needs all sizes.
     dims = ("m t", "m t", "n t", "n t", "sizes", "g m n")[: len(operands)]
-    return PartitionRule(dims, ("g m n",), contracting=("t",), uncut=("t", "sizes"))
+    blocks = {"m": _BLOCK} if is_2d1d else {}
+    return PartitionRule(dims, ("g m n",), blocks, contracting=("t",), uncut=("t", "sizes"))
 
 
-def _run_shard(run, *operands, shards: Shards, out_dtype):
+def _run_shard(run, *operands, shards: Shards, **params):
     """Contracts the columns of the groups of a device, after moving them to the front."""
     if shards.count("g") == 1:
-        return run(*operands, out_dtype=out_dtype)
+        return run(*operands, **params)
     *columns, group_sizes = operands[:5]
     t, g = columns[0].shape[1], group_sizes.shape[0] // shards.count("g")
     first_group = shards.index("g") * g
@@ -187,7 +209,7 @@ def _run_shard(run, *operands, shards: Shards, out_dtype):
         return lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, x.shape[1]))), start, x.shape[1], 1)
 
     sizes = lax.dynamic_slice_in_dim(sizes, first_group, g)
-    return run(*map(from_first, columns), sizes, *operands[5:], out_dtype=out_dtype)
+    return run(*map(from_first, columns), sizes, *operands[5:], **params)
 
 
 grouped_wgrad_p = define_primitive(

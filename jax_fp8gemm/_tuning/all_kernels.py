@@ -18,12 +18,14 @@ _OUTS = {
     "f32": dict(out_f32=True, accumulate=False),
     "accumulate": dict(out_f32=True, accumulate=True),
 }
-# grouping, is_1d1d, results
+# grouping, is_1d1d, transpose_out, results
 _GEMM_FAMILIES = (
-    (0, False, tuple(_OUTS)),
-    (0, True, tuple(_OUTS)),
-    (tile_config.GROUPED_ROWS, False, ("bf16", "f32")),
-    (tile_config.GROUPED_CONTRACTION, True, tuple(_OUTS)),
+    (0, False, False, tuple(_OUTS)),
+    (0, True, False, tuple(_OUTS)),
+    (0, False, True, tuple(_OUTS)),
+    (tile_config.GROUPED_ROWS, False, False, ("bf16", "f32")),
+    (tile_config.GROUPED_CONTRACTION, True, False, tuple(_OUTS)),
+    (tile_config.GROUPED_CONTRACTION, False, True, tuple(_OUTS)),
 )
 
 
@@ -35,9 +37,10 @@ def gemm_kernels(
     all_formats: the kernels with e5m2 operands too. with_clusters: the kernels of CLUSTER_CONFIGS
     too, which no call chooses.
     """
-    for grouping, is_1d1d, outs in _GEMM_FAMILIES:
-        configs = tile_config.configs(grouping, is_1d1d=is_1d1d, with_clusters=with_clusters)
-        kind = dict(is_1d1d=is_1d1d, grouping=grouping, num_sms=num_sms)
+    for grouping, is_1d1d, transpose_out, outs in _GEMM_FAMILIES:
+        family = dict(is_1d1d=is_1d1d, transpose_out=transpose_out)
+        configs = tile_config.configs(grouping, **family, with_clusters=with_clusters)
+        kind = dict(**family, grouping=grouping, num_sms=num_sms)
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
             yield from (config.attributes(**cast(tile_config.Kernel, kernel)) for config in configs)

@@ -39,13 +39,18 @@ def choose(
     is_1d1d: bool,
     out_f32: bool,
     accumulate: bool,
+    transpose_out: bool = False,
     num_sms: int = hopper.NUM_SMS,
 ) -> TileConfig:
-    """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1."""
+    """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1.
+
+    transpose_out: whether the result is stored as (n, m).
+    """
     if _forced:
         return _forced[-1]
     m, n, k = map(_known, (m, n, k))
-    return _choose(m, n, k, is_1d1d, _out_bytes(out_f32, accumulate), num_sms)
+    out_bytes = _out_bytes(out_f32, accumulate)
+    return _choose(m, n, k, is_1d1d, transpose_out, out_bytes, num_sms)
 
 
 def choose_grouped(
@@ -57,18 +62,20 @@ def choose_grouped(
     is_1d1d: bool,
     out_f32: bool,
     accumulate: bool,
+    transpose_out: bool = False,
     num_sms: int = hopper.NUM_SMS,
 ) -> TileConfig:
     """Returns the config for a grouped product, as if all groups were about as large.
 
     1d2d, groups of rows: m counts the rows of all groups; n and k are those of one group.
-    1d1d, groups of the contraction: k counts the tokens of all groups; m and n are those of one.
+    1d1d or transpose_out, groups of the contraction: k counts the tokens of all groups; m and n are
+    those of one.
     """
     if _forced:
         return _forced[-1]
     m, n, k = map(_known, (m, n, k))
     out_bytes = _out_bytes(out_f32, accumulate)
-    return _choose_grouped(m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
+    return _choose_grouped(m, n, k, num_groups, is_1d1d, transpose_out, out_bytes, num_sms)
 
 
 def _known(extent: object) -> int:
@@ -92,11 +99,16 @@ def override(config: TileConfig) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(m: int, n: int, k: int, is_1d1d: bool, out_bytes: int, num_sms: int) -> TileConfig:
-    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if num_sms == hopper.NUM_SMS else None
+def _choose(
+    m: int, n: int, k: int, is_1d1d: bool, transpose_out: bool, out_bytes: int, num_sms: int
+) -> TileConfig:
+    is_listed = num_sms == hopper.NUM_SMS and not transpose_out
+    measured = _OVERRIDES.get((m, n, k, is_1d1d)) if is_listed else None
     if measured is not None:
         return measured
-    candidates = configs(is_1d1d=is_1d1d)
+    candidates = configs(is_1d1d=is_1d1d, transpose_out=transpose_out)
+    if transpose_out:
+        m = max(m, 64)  # no tile has fewer rows
     least, most = _block_m_range(m)
     candidates = [c for c in candidates if least <= c.block_m <= most]
     return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
@@ -113,10 +125,18 @@ def _block_m_range(m: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _choose_grouped(
-    m: int, n: int, k: int, num_groups: int, is_1d1d: bool, out_bytes: int, num_sms: int
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    is_1d1d: bool,
+    transpose_out: bool,
+    out_bytes: int,
+    num_sms: int,
 ) -> TileConfig:
-    grouping = GROUPED_CONTRACTION if is_1d1d else GROUPED_ROWS
+    grouping = GROUPED_CONTRACTION if is_1d1d or transpose_out else GROUPED_ROWS
+    how = is_1d1d, out_bytes, num_sms, grouping
     return min(
-        configs(grouping, is_1d1d=is_1d1d),
-        key=lambda c: grouped_time_us(c, m, n, k, num_groups, is_1d1d, out_bytes, num_sms),
+        configs(grouping, is_1d1d=is_1d1d, transpose_out=transpose_out),
+        key=lambda c: grouped_time_us(c, m, n, k, num_groups, *how),
     )

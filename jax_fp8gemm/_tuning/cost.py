@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from jax_fp8gemm._tuning.tile_config import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, TileConfig
 
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
@@ -61,10 +61,11 @@ def grouped_time_us(
     is_1d1d: bool,
     out_bytes: int,
     num_sms: int,
+    grouping: int,
 ) -> float:
     """Returns the predicted time of a grouped launch, as if all groups were about as large."""
     num_n = math.ceil(n / c.block_n)
-    if is_1d1d:
+    if grouping == GROUPED_CONTRACTION:
         tiles = num_groups * math.ceil(m / c.block_m) * num_n
         num_k_blocks = k / num_groups / _SCALE_BLOCK
         dram_bytes = (m + n) * k + num_groups * m * n * out_bytes

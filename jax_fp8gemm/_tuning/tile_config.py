@@ -16,7 +16,8 @@ import numpy as np
 class Kernel(TypedDict):
     """What a GEMM kernel computes, beside how: operands, result, and the multiprocessors it uses.
 
-    grouping: 0 without groups, GROUPED_ROWS or GROUPED_CONTRACTION.
+    grouping: 0 without groups, GROUPED_ROWS or GROUPED_CONTRACTION. transpose_out: whether the
+    result is stored transposed.
     """
 
     is_1d1d: bool
@@ -26,6 +27,7 @@ class Kernel(TypedDict):
     accumulate: bool
     num_sms: int
     grouping: NotRequired[int]
+    transpose_out: NotRequired[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,12 @@ class TileConfig:
 
     def attributes(self, **kernel: Unpack[Kernel]) -> dict[str, np.int32]:
         """Returns the members of the attribute `config` of an FFI call."""
-        members: dict[str, Any] = {"grouping": 0, **dataclasses.asdict(self), **kernel}
+        members: dict[str, Any] = {
+            "grouping": 0,
+            "transpose_out": False,
+            **dataclasses.asdict(self),
+        }
+        members |= kernel
         return {key: np.int32(value) for key, value in members.items()}
 
 
@@ -176,15 +183,20 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
     GROUPED_CONTRACTION: (TILE_128X128, TILE_128X256, TILE_192X128),
 }
 
+# Products whose result is stored transposed are weight gradients, of which few are small.
+TRANSPOSED_CONFIGS = (TILE_64X64_GROUPED, TILE_128X128, TILE_128X256, TILE_192X128)
+
 
 def configs(
-    grouping: int = 0, *, is_1d1d: bool, with_clusters: bool = False
+    grouping: int = 0, *, is_1d1d: bool, transpose_out: bool = False, with_clusters: bool = False
 ) -> tuple[TileConfig, ...]:
     """Returns the configs that a product may get.
 
     grouping: 0, GROUPED_ROWS or GROUPED_CONTRACTION. with_clusters: for a product that is not
     grouped, CLUSTER_CONFIGS too, which no product gets.
     """
+    if transpose_out:
+        return TRANSPOSED_CONFIGS
     common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
     tall = (TILE_256X96,) if is_1d1d else ()
     clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()

@@ -6,7 +6,9 @@ told in each, and launch_model.py derives most of that anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from package_configs import ACTIVATIONS, NUM_SMS, config_text
 from shapes import Shape
@@ -68,9 +70,18 @@ def _tile_name(config: TileConfig) -> str:
     return name + (clusters if config.cluster_m * config.cluster_n > 1 else "")
 
 
-def _attributes(config: TileConfig, *, is_1d1d: bool, out: str, grouping: int = 0, e5m2=False):
+def _attributes(
+    config: TileConfig,
+    *,
+    is_1d1d: bool,
+    out: str,
+    grouping: int = 0,
+    e5m2=False,
+    transpose_out=False,
+):
     attributes = config.attributes(
         is_1d1d=is_1d1d,
+        transpose_out=transpose_out,
         out_f32=out != "bf16",
         accumulate=out == "accumulate",
         lhs_e5m2=e5m2,
@@ -90,10 +101,11 @@ def _dense(name: str, shape: Shape, config: TileConfig, out: str = "bf16", is_1d
         "rhs": ("f8e4m3fn", (n, k)),
         "rhs_scale": ("f32", (n if is_1d1d else num_blocks(n), num_blocks(k))),
     }
+    out_shape = (n, m) if kw.get("transpose_out") else (m, n)
     if out == "accumulate":
-        args["accum"] = (out_type, (m, n))
+        args["accum"] = (out_type, out_shape)
     attributes = _attributes(config, is_1d1d=is_1d1d, out=out, **kw)
-    return Case(name, "gemm", attributes, args, {"out": (out_type, (m, n))})
+    return Case(name, "gemm", attributes, args, {"out": (out_type, out_shape)})
 
 
 def _dense_cases() -> list[Case]:
@@ -113,7 +125,14 @@ def _dense_cases() -> list[Case]:
             _dense(f"dense 1d1d accumulate, {shape_name}", shape, large, "accumulate", True)
         )
         cases.append(_dense(f"dense 1d2d f32, {shape_name}", shape, large, "f32", e5m2=True))
+    for config, out in _transposed():
+        name = f"dense transposed {_tile_name(config)} {out}"
+        cases.append(_dense(name, (2048, 7168, 4000), config, out, transpose_out=True))
     return cases
+
+
+def _transposed() -> Iterable[tuple[TileConfig, str]]:
+    return product(tile_config.TRANSPOSED_CONFIGS, ("bf16", "f32", "accumulate"))
 
 
 def _grouped_cases() -> list[Case]:
@@ -129,6 +148,9 @@ def _grouped_cases() -> list[Case]:
         for out in ("bf16", "f32", "accumulate"):
             name = f"grouped contraction {_tile_name(config)} {out}"
             cases.append(_grouped_contraction(name, config, out))
+    for config, out in _transposed():
+        name = f"grouped contraction transposed {_tile_name(config)} {out}"
+        cases.append(_grouped_contraction(name, config, out, transpose_out=True))
     return cases
 
 
@@ -147,20 +169,24 @@ def _grouped_rows(name: str, config: TileConfig, out: str, m: int, g: int) -> Ca
     return Case(name, "grouped_gemm", attributes, args, rets)
 
 
-def _grouped_contraction(name: str, config: TileConfig, out: str) -> Case:
+def _grouped_contraction(
+    name: str, config: TileConfig, out: str, transpose_out: bool = False
+) -> Case:
     m, n, t, g = 2048, 7168, 4096 + 8 * 128, 8
     out_type = "bf16" if out == "bf16" else "f32"
     args = {
         "lhs": ("f8e4m3fn", (m, t)),
         "lhs_scale": ("f32", (m, num_blocks(t))),
         "rhs": ("f8e4m3fn", (n, t)),
-        "rhs_scale": ("f32", (n, num_blocks(t))),
+        "rhs_scale": ("f32", (num_blocks(n) if transpose_out else n, num_blocks(t))),
         "group_sizes": ("i32", (g,)),
     }
+    out_shape = (g * n, m) if transpose_out else (g * m, n)
     if out == "accumulate":
-        args["accum"] = (out_type, (g * m, n))
-    attributes = _attributes(config, is_1d1d=True, out=out, grouping=GROUPED_CONTRACTION)
-    return Case(name, "grouped_wgrad", attributes, args, {"out": (out_type, (g * m, n))})
+        args["accum"] = (out_type, out_shape)
+    family = dict(is_1d1d=not transpose_out, transpose_out=transpose_out)
+    attributes = _attributes(config, **family, out=out, grouping=GROUPED_CONTRACTION)
+    return Case(name, "grouped_wgrad", attributes, args, {"out": (out_type, out_shape)})
 
 
 # Quantisers

@@ -36,7 +36,7 @@ def _tensor_maps(case: Case) -> dict:
     c = case.config
     lhs_type, (m, k) = case.args["lhs"]
     rhs_type, (rhs_rows, _) = case.args["rhs"]
-    out_type, (out_rows, n) = case.rets["out"]
+    out_type, (out_rows, out_columns) = case.rets["out"]
     is_ragged_rows = c["grouping"] == 1
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
     operand = lambda name, dtype, rows, box_rows: _tensor_map(
@@ -47,6 +47,8 @@ def _tensor_maps(case: Case) -> dict:
     # A slab of 64 rows has 128 bytes of each, or 32 columns of bf16 where 64 do not divide a tile.
     slab_columns = 64 if out_type == "bf16" and c["block_n"] % 64 == 0 else 32
     slab_bytes = slab_columns * BYTES[out_type]
+    # Transposed, the 64 rows are 128 bytes or, in f32, two boxes.
+    box = (slab_columns if c["transpose_out"] else 64, slab_columns)
     return {
         "lhs": operand("lhs", lhs_type, m, c["block_m"] // c["cluster_n"]),
         "rhs": operand("rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"]),
@@ -55,8 +57,8 @@ def _tensor_maps(case: Case) -> dict:
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
         if m % 4 == 0
         else None,
-        "rhs_scale_map": scales("rhs_scale", n, c["block_n"]) if c["is_1d1d"] else None,
-        "out_map": _tensor_map("out", out_type, out_rows, n, (64, slab_columns), slab_bytes)
+        "rhs_scale_map": scales("rhs_scale", rhs_rows, c["block_n"]) if c["is_1d1d"] else None,
+        "out_map": _tensor_map("out", out_type, out_rows, out_columns, box, slab_bytes)
         if c["num_slabs"]
         else None,
     }
@@ -65,7 +67,7 @@ def _tensor_maps(case: Case) -> dict:
 def _gemm(case: Case) -> dict:
     c = case.config
     m, k = case.args["lhs"][1]
-    n = case.rets["out"][1][1]
+    n = case.args["rhs"][1][0] if c["grouping"] != 1 else case.rets["out"][1][1]
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0
     is_masked = bool(case.rows_per_group)
     name_if = lambda name, condition: name if condition else None

@@ -1,6 +1,7 @@
 // Calls that must succeed, with random shapes.
 
 #include <algorithm>
+#include <utility>
 
 #include "cases.h"
 
@@ -43,13 +44,15 @@ Extents ProductExtents(Random& random, bool can_have_many_rows) {
 int64_t Groups(Random& random) { return random.PickOf({1, 2, 3, 8, 64, 256, 1024}); }
 
 void AddDense(Random& random, Case& c) {
-  const auto [m, n, k] = ProductExtents(random, true);
+  auto [m, n, k] = ProductExtents(random, true);
+  if (c.Get("transpose_out")) std::swap(m, n);
   const int64_t kb = Blocks(k), scale_rows = c.Get("is_1d1d") ? n : Blocks(n);
   c.args = {{"lhs", Fp8(c.Get("lhs_e5m2")), {m, k}, 0},
             {"lhs_scale", kF32, {m, kb}, 0},
             {"rhs", Fp8(c.Get("rhs_e5m2")), {n, k}, 0},
             {"rhs_scale", kF32, {scale_rows, kb}, 0}};
   c.rets = {{"out", c.Get("out_f32") ? kF32 : kBf16, {m, n}, 0}};
+  if (c.Get("transpose_out")) c.rets[0].dims = {n, m};
 }
 
 void AddGroupedRows(Random& random, Case& c) {
@@ -72,14 +75,17 @@ void AddGroupedRows(Random& random, Case& c) {
 }
 
 void AddGroupedContraction(Random& random, Case& c) {
-  const auto [m, n, k] = ProductExtents(random, false);
+  auto [m, n, k] = ProductExtents(random, false);
+  if (c.Get("transpose_out")) std::swap(m, n);
+  const int64_t scale_rows = c.Get("is_1d1d") ? n : Blocks(n);
   const int64_t g = Groups(random), t = Multiple(k, 128), tb = t / 128;
   c.args = {{"lhs", Fp8(c.Get("lhs_e5m2")), {m, t}, 0},
             {"lhs_scale", kF32, {m, tb}, 0},
             {"rhs", Fp8(c.Get("rhs_e5m2")), {n, t}, 0},
-            {"rhs_scale", kF32, {n, tb}, 0},
+            {"rhs_scale", kF32, {scale_rows, tb}, 0},
             {"group_sizes", kS32, {g}, 0}};
   c.rets = {{"out", c.Get("out_f32") ? kF32 : kBf16, {g * m, n}, 0}};
+  if (c.Get("transpose_out")) c.rets[0].dims = {g * n, m};
 }
 
 // From here on an extent is at its limit, and the others stay small.

@@ -7,7 +7,7 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 
 _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=4,
              num_slabs=0, cluster_m=1, cluster_n=1, is_1d1d=0, out_f32=0, accumulate=0, lhs_e5m2=0,
-             rhs_e5m2=0, grouping=0, num_sms=132)  # fmt: skip
+             rhs_e5m2=0, transpose_out=0, grouping=0, num_sms=132)  # fmt: skip
 _QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=1, activation=0, limit=0,
                  alpha=0, up_offset=0)  # fmt: skip
 

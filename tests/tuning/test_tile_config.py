@@ -27,6 +27,7 @@ def test_attributes_are_int32_and_complete():
     how = dict(is_1d1d=True, out_f32=True, accumulate=False, lhs_e5m2=False, rhs_e5m2=True)
     attributes = config.attributes(**how, num_sms=132)
     assert all(isinstance(value, np.int32) for value in attributes.values())
-    assert attributes == dataclasses.asdict(config) | how | {"num_sms": 132, "grouping": 0}
+    defaults = {"grouping": 0, "transpose_out": 0}
+    assert attributes == dataclasses.asdict(config) | how | {"num_sms": 132} | defaults
     grouped = config.attributes(**how, num_sms=132, grouping=tile_config.GROUPED_CONTRACTION)
     assert grouped == attributes | {"grouping": 2}

@@ -103,11 +103,17 @@ struct BulkLoader {
   // Brings what the tile's sums are added to into the L2, where the additions are made.
   __device__ __forceinline__ void prefetch_out(const Work& work) const {
     constexpr int kSlabColumns = Tile::kSlabRowBytes / 4;  // kAccumulate: of f32
+    constexpr int kBoxRows = Config::kTransposesOut ? 32 : Tile::kSlabRows;
 #pragma unroll 1
-    for (int row = 0; row < Config::kBlockM; row += Tile::kSlabRows) {
+    for (int row = 0; row < Config::kBlockM; row += kBoxRows) {
 #pragma unroll 1
       for (int column = 0; column < Config::kBlockN; column += kSlabColumns) {
-        tma_prefetch_2d(&params.out_map, work.column + column, work.row + row);
+        if constexpr (Config::kTransposesOut) {
+          tma_prefetch_2d(&params.out_map, work.row + row,
+                          work.first_out_row + work.column + column);
+        } else {
+          tma_prefetch_2d(&params.out_map, work.column + column, work.row + row);
+        }
       }
     }
   }

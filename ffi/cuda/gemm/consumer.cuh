@@ -5,6 +5,7 @@
 #include "gemm/exchanged_tile.cuh"
 #include "gemm/main_loop.cuh"
 #include "gemm/scheduler.cuh"
+#include "gemm/transposed_epilogue.cuh"
 
 namespace jax_fp8gemm {
 
@@ -48,7 +49,11 @@ struct Consumer {
             __any_sync(0xffffffff, work.num_k_blocks > 0)) {
           loop.multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
         }
-        store(row, work.row_end, work.column);
+        if constexpr (Config::kTransposesOut) {
+          store_transposed(work, row);
+        } else {
+          store(row, work.row_end, work.column);
+        }
       }
     }
   }
@@ -86,6 +91,27 @@ struct Consumer {
     }
     store_direct<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
         params.out, params.accum, batches.promoted, end, params.n, row, column, warp, lane);
+  }
+
+  // Stores by TMA where no column of the tile belongs to another group, or where the columns end
+  // with the output.
+  __device__ __forceinline__ void store_transposed(const Work& work, int row) {
+    const Batches<Config>& batches = loop.batches;
+    const GemmParams& params = batches.params;
+    const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32;
+    if constexpr (Config::kNumSlabs > 0) {
+      if (grouping_of<Config>() == Grouping::kNone ||
+          __all_sync(0xffffffff, work.column + Config::kBlockN <= params.n)) {
+        store_tma_transposed<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN,
+                             Config::kNumSlabs>(
+            &params.out_map, batches.shared.slabs[batches.consumer], batches.promoted,
+            work.first_out_row + work.column, row, batches.consumer, warp, lane);
+        return;
+      }
+    }
+    store_direct_transposed<Config::kOutF32, Config::kAccumulate, Tile::kMSubs, Config::kBlockN>(
+        params.out, params.accum, batches.promoted, min(params.m, row + Tile::kRows), params.m,
+        params.n, work.first_out_row, row, work.column, warp, lane);
   }
 };
 

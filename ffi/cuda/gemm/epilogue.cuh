@@ -81,9 +81,9 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
 }
 
 // Writes the transpose of a warpgroup's 64 x kN part, bf16, as kN rows of 64, swizzled as above.
-template <int kN, int kRegs>
-__device__ __forceinline__ void write_slab_transposed(uint8_t* slab, const float (&d)[kRegs],
-                                                      int warp, int lane) {
+template <int kN>
+__device__ __forceinline__ void write_slab_transposed(uint8_t* slab, const float* d, int warp,
+                                                      int lane) {
 #pragma unroll
   for (int j = 0; j < kN / 8; j += 2) {
     const int row = 8 * (j + lane / 16) + lane % 8;

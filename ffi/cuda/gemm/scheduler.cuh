@@ -14,6 +14,7 @@ struct Work {
   int first_k_block, num_k_blocks;
   int rhs_scale_row;         // 1d2d: row of block scales, of the group's own column blocks
   int row, row_end, column;  // in out; rows from row_end on belong to others
+  int first_out_row;         // kTransposesOut: of the group in out, whose rows are then columns
 };
 
 // Walks the tiles of one (m, n) output. Units of clusters are numbered so that `raster` of them
@@ -66,6 +67,7 @@ struct DenseScheduler : StaticWalk<Config> {
     work.num_k_blocks = ceil_div(params.k, 128);
     work.rhs_scale_row = work.column / 128;
     work.row_end = params.m;
+    work.first_out_row = 0;
     if (Tile::kCutsLast && tile >= params.first_part) {
       work.lhs_row = work.row += part % Config::kNumConsumers * Tile::kRows;
       work.row_end = min(params.m, work.row + Tile::kRows);
@@ -136,9 +138,15 @@ struct RaggedContractionScheduler : StaticWalk<Config> {
     work.rhs_row = work.column = n_idx * Config::kBlockN;
     work.first_k_block = group > 0 ? table.row_blocks_end[group - 1] : 0;
     work.num_k_blocks = table.row_blocks_end[group] - work.first_k_block;
-    work.row = group * params.m + work.lhs_row;
-    work.row_end = (group + 1) * params.m;
-    work.rhs_scale_row = 0;
+    if constexpr (Config::kTransposesOut) {
+      work.row = work.lhs_row;
+      work.row_end = params.m;
+      work.first_out_row = group * params.n;
+    } else {
+      work.row = group * params.m + work.lhs_row;
+      work.row_end = (group + 1) * params.m;
+    }
+    work.rhs_scale_row = work.column / 128;
     return work;
   }
 

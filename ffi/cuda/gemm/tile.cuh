@@ -19,10 +19,10 @@ struct GemmParams {
   const float* lhs_scale;   // [k/128][m]
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
   const float* accum;       // kAccumulate: what the product is added to; the same memory as out
-  void* out;
-  int m, n, k;   // of one group; m of all where groups cut the rows
-  int lhs_rows;  // in memory
-  int raster;    // cluster tiles along m that follow each other, see locate_in_raster
+  void* out;                // (m, n); kTransposesOut: (n, m)
+  int m, n, k;              // of one group; m of all where groups cut the rows
+  int lhs_rows;             // in memory
+  int raster;               // cluster tiles along m that follow each other, see locate_in_raster
   int num_groups;
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
