@@ -134,12 +134,13 @@ def matmul_vjp(
     bwd: DTypeLike = E4M3,
     pow2: bool = False,
     fp8_drhs: bool = True,
+    drhs_lhs_block: tuple[int, int] = (1, 128),
 ) -> tuple[NDArray[np.float64], ...]:
     """The FP8 matmul of lhs (m, k) and rhs (k, n), and its gradients for dout (m, n), in float64.
 
     out  = lhs (1x128 along k) . rhs (128x128)
     dlhs = dout (1x128 along n) . rhs^T (the same 128x128 values)
-    drhs = lhs^T (1x128 along m) . dout (1x128 along m), or of both in bf16 if not fp8_drhs
+    drhs = lhs^T (drhs_lhs_block) . dout (1x128 along m), or of both in bf16 if not fp8_drhs
     lhs and rhs have format fwd, dout has bwd.
     """
     rhs_fq = fake_quantize(rhs, (128, 128), fmt=fwd, pow2=pow2)
@@ -148,7 +149,7 @@ def matmul_vjp(
         return (out,)
     dlhs = fake_quantize(dout, fmt=bwd, pow2=pow2) @ rhs_fq.T
     if fp8_drhs:
-        lhs_t = fake_quantize(lhs, axis=-2, fmt=fwd, pow2=pow2)
+        lhs_t = fake_quantize(np.asarray(lhs).T, drhs_lhs_block, fmt=fwd, pow2=pow2)
         dout_t = fake_quantize(dout, axis=-2, fmt=bwd, pow2=pow2)
     else:
         in_bf16 = lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -196,23 +197,25 @@ def quantize_ragged(
     fmt: DTypeLike = E4M3,
     pow2: bool = False,
     first_row: int = 0,
+    block: tuple[int, int] = (1, 128),
 ) -> Quantized:
     """quantize(axis=-2) of each group of rows of x (m, k) alone, each at a multiple of 128 columns.
 
     Returns values (k, t) and scale (k, t / 128), t = (m + 127 g) // 128 * 128. The rest of a
-    group's last block counts as zeros, as do blocks of no group.
+    group's last block counts as zeros, as do blocks of no group. With block (128, 128) the scale is
+    (k / 128, t / 128).
     """
     x = np.asarray(x)
     m, k = x.shape
     t = (m + 127 * np.size(group_sizes)) // SCALE_BLOCK * SCALE_BLOCK
-    values, scale = quantize(np.zeros((t, k), np.float32), axis=-2, fmt=fmt, pow2=pow2)
-    block = 0
+    values, scale = quantize(np.zeros((k, t), np.float32), block, fmt=fmt, pow2=pow2)
+    first = 0
     for start, end in row_ranges(group_sizes, m, first_row):
         padded = np.pad(x[start:end], ((0, (start - end) % SCALE_BLOCK), (0, 0)))
-        group_values, group_scale = quantize(padded, axis=-2, fmt=fmt, pow2=pow2)
-        values[:, block * SCALE_BLOCK :][:, : len(padded)] = group_values
-        scale[:, block:][:, : group_scale.shape[1]] = group_scale
-        block += group_scale.shape[1]
+        group_values, group_scale = quantize(padded.T, block, fmt=fmt, pow2=pow2)
+        values[:, first * SCALE_BLOCK :][:, : len(padded)] = group_values
+        scale[:, first:][:, : group_scale.shape[1]] = group_scale
+        first += group_scale.shape[1]
     return values, scale
 
 
@@ -238,11 +241,12 @@ def grouped_wgrad(
     group_sizes: ArrayLike,
     lhs_fmt: DTypeLike = E4M3,
     rhs_fmt: DTypeLike = E4M3,
+    lhs_block: tuple[int, int] = (1, 128),
 ) -> NDArray[np.float64]:
     """lhs^T . rhs over the rows of each group, both quantised along them: (g, k, n) in float64."""
     lhs, rhs = np.asarray(lhs), np.asarray(rhs)
     out = np.zeros((np.size(group_sizes), lhs.shape[1], rhs.shape[1]))
     for i, (start, end) in enumerate(row_ranges(group_sizes, lhs.shape[0])):
-        lhs_t = fake_quantize(lhs[start:end], axis=-2, fmt=lhs_fmt)
+        lhs_t = fake_quantize(lhs[start:end].T, lhs_block, fmt=lhs_fmt)
         out[i] = lhs_t @ fake_quantize(rhs[start:end], axis=-2, fmt=rhs_fmt).T
     return out

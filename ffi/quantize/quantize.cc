@@ -47,7 +47,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
       dims.grid_x = CeilDiv(CeilDiv(params.m, kWarpRows) * num_k_blocks, NumWarps(config));
     } else {
       params.num_m_blocks = CeilDiv(params.num_columns, kScaleBlock);
-      if (config.ragged && config.mode == kRowColumn) {
+      if (config.ragged && StoresRowsAndColumns(config.mode)) {
         // Blocks of columns, and at most two more for the ends of the rows of no group.
         params.num_m_blocks =
             (params.m + (kScaleBlock - 1) * (params.num_groups + 2)) / kScaleBlock;

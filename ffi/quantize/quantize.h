@@ -17,14 +17,16 @@
 //   block             values (m, k), scale (m/128, k/128)
 //   block_transposed  values (k, m), scale (k/128, m/128)
 //   block_both        values (m, k), values (k, m), scale (m/128, k/128)
+//   row_block_transposed  the results of row, then those of block_transposed
 // with fractions rounded up. Layouts are row-major, except that the scale of "row" and "column"
 // has its first dimension minor: [k/128][m] and [m/128][k] in memory. Buffers start at multiples of
-// 16 bytes; results of an empty first operand must be empty, and nothing runs. Modes of blocks take
-// x (b, m, k) too, b <= 65535: every result then has b in front.
+// 16 bytes; results of an empty first operand must be empty, and nothing runs. block,
+// block_transposed and block_both take x (b, m, k) too, b <= 65535: every result then has b in
+// front.
 //
 // Ragged: more operands, group_sizes (g) and first_row (1), s32 of any values; 1 <= g <= 1024. The
-// columns of the transposed results are then (m + 127 g) / 128 * 128 instead of m. All but
-// "quantize" have columns in this form only, and no blocks.
+// columns of the transposed results are then (m + 127 g) / 128 * 128 instead of m. There is no
+// batch, block or block_both. All but "quantize" have columns in this form only.
 
 #ifndef JAX_FP8GEMM_QUANTIZE_QUANTIZE_H_
 #define JAX_FP8GEMM_QUANTIZE_QUANTIZE_H_

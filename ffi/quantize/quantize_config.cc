@@ -9,8 +9,13 @@ namespace {
 
 constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize",
                                 "gather_quantize", "weighted_gather_quantize"};
-constexpr const char* kModes[] = {"row",   "column",           "row_column",
-                                  "block", "block_transposed", "block_both"};
+constexpr const char* kModes[] = {"row",
+                                  "column",
+                                  "row_column",
+                                  "block",
+                                  "block_transposed",
+                                  "block_both",
+                                  "row_block_transposed"};
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};
 
 bool IsSwiglu(const QuantizeConfig& config) {
@@ -61,26 +66,35 @@ const char* QuantizeOp(const QuantizeConfig& config) {
 
 const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
 
+bool HasRaggedForm(int32_t mode) { return mode != kRow && mode != kBlock && mode != kBlockBoth; }
+
+bool StoresRowsAndColumns(int32_t mode) {
+  return mode == kRowColumn || mode == kRowBlockTransposed;
+}
+
+bool HasBatch(const QuantizeConfig& config) {
+  return kBlock <= config.mode && config.mode <= kBlockBoth && config.ragged == 0;
+}
+
 ffi::Error CheckConfig(const QuantizeConfig& config) {
   const char* op = QuantizeOp(config);
   const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
   const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
-  if (!is_in(config.mode, kBlockBoth) || !is_in(config.input, last_input) ||
+  if (!is_in(config.mode, kRowBlockTransposed) || !is_in(config.input, last_input) ||
       !is_in(config.source, kWeightedGather) || !is_in(config.e5m2, 1) ||
       !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1)) {
-    return InvalidArgument(op, ": mode must be 0..5, input 0..", last_input,
+    return InvalidArgument(op, ": mode must be 0..6, input 0..", last_input,
                            " and source 0..4, flags 0 or 1; got mode ", config.mode, ", input ",
                            config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
                            ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged);
   }
-  const bool has_columns = config.mode == kColumn || config.mode == kRowColumn;
-  if (config.ragged != 0 && !has_columns) {
-    return InvalidArgument(op, ": ragged must go with mode column or row_column; got mode ",
-                           kModes[config.mode]);
+  if (config.ragged != 0 && !HasRaggedForm(config.mode)) {
+    return InvalidArgument(op,
+                           ": ragged must go with mode column, row_column, block_transposed or ",
+                           "row_block_transposed; got mode ", kModes[config.mode]);
   }
-  if (config.source != kPlain &&
-      (config.mode > kRowColumn || has_columns != (config.ragged != 0))) {
-    return InvalidArgument(op, ": mode must be row, or column or row_column with ragged; got mode ",
+  if (config.source != kPlain && config.mode != kRow && config.ragged == 0) {
+    return InvalidArgument(op, ": mode must be row, or one of columns with ragged; got mode ",
                            kModes[config.mode], ", ragged ", config.ragged);
   }
   return CheckActivation(config);

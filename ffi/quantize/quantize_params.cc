@@ -21,10 +21,10 @@ size_t NumArraysBehind(const QuantizeConfig& config) {
 // index, or for square blocks a batch of them.
 ffi::Error CheckMatrix(const QuantizeConfig& config, const char* name, const ffi::AnyBuffer& x) {
   const ffi::DataType type = kQuantizeInputs[config.input];
-  const bool is_batch = x.dimensions().size() == 3 && config.mode >= kBlock;
+  const bool is_batch = x.dimensions().size() == 3 && HasBatch(config);
   if (x.element_type() != type || (x.dimensions().size() != 2 && !is_batch) || !IsAligned(x)) {
     return InvalidArgument(QuantizeOp(config), ": ", name, " must be ", ShortType(type),
-                           config.mode >= kBlock ? "[m,k] or [b,m,k]" : "[m,k]",
+                           HasBatch(config) ? "[m,k] or [b,m,k]" : "[m,k]",
                            " at a multiple of 16 bytes above 0; got ", name, " ", ShapeText(x),
                            " at ", x.untyped_data());
   }

@@ -24,6 +24,7 @@ std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns)
   const Output row_scale = {&QuantizeParams::scale, true, m, kb};
   const Output column_scale = {&QuantizeParams::transposed_scale, true, k, mb};
   const Output block_scale = {&QuantizeParams::scale, true, mb, kb};
+  const Output transposed_block_scale = {&QuantizeParams::transposed_scale, true, kb, mb};
   switch (mode) {
     case kRow:
       return {values, row_scale};
@@ -34,7 +35,9 @@ std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns)
     case kBlock:
       return {values, block_scale};
     case kBlockTransposed:
-      return {transposed, {&QuantizeParams::transposed_scale, true, kb, mb}};
+      return {transposed, transposed_block_scale};
+    case kRowBlockTransposed:
+      return {values, row_scale, transposed, transposed_block_scale};
     default:
       return {values, transposed, block_scale};
   }

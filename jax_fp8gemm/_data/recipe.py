@@ -29,6 +29,8 @@ class Recipe:
       pow2_scale: round every scale up to a power of two.
       wgrad: how the gradient of rhs is computed. "fp8": from lhs and dout quantised along m.
         "bf16": from both in bf16; the residual is then lhs itself, in its own dtype.
+      wgrad_lhs_block: scale block of lhs in the gradient of rhs: (1, 128) along m or, for weight
+        gradients that are faster and a little less accurate, (128, 128).
       reduce_dtype: dtype of the partial sums that devices add where a mesh cuts the contraction of
         a quantised product. "f32", or "bf16": each device first rounds its own sum, and half the
         bytes travel. On one device it has no effect.
@@ -36,7 +38,8 @@ class Recipe:
         with 1x128 scales. Otherwise they travel in the dtype of x, as in DeepSeek-V3 (report,
         section 3.3.3).
     Raises:
-      ValueError: a field outside the values above, or fp8_combine where nothing travels as FP8.
+      ValueError: a field outside the values above, fp8_combine where nothing travels as FP8, or
+        square blocks of lhs where no gradient of rhs is computed from FP8.
     """
 
     fwd: Format | None = "e4m3"
@@ -45,6 +48,7 @@ class Recipe:
     rhs_block: tuple[int, int] = (128, 128)
     pow2_scale: bool = False
     wgrad: Literal["fp8", "bf16"] = "fp8"
+    wgrad_lhs_block: tuple[int, int] = (1, 128)
     reduce_dtype: Literal["f32", "bf16"] = "f32"
     fp8_combine: bool = False
 
@@ -56,6 +60,7 @@ class Recipe:
             "rhs_block": ((128, 128),),
             "pow2_scale": (False, True),
             "wgrad": ("fp8", "bf16"),
+            "wgrad_lhs_block": ((1, 128), (128, 128)),
             "reduce_dtype": ("f32", "bf16"),
             "fp8_combine": (False, True),
         }
@@ -65,11 +70,16 @@ class Recipe:
             if not any(type(value) is type(known) and value == known for known in values):
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"Recipe: {name} must be {expected}; got {value!r}")
-        if self.fp8_combine and not self.is_fused:
-            raise ValueError(
-                "Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'; "
-                f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
-            )
+        needs_fp8 = {
+            "fp8_combine": self.fp8_combine,
+            "wgrad_lhs_block=(128, 128)": self.wgrad_lhs_block != (1, 128),
+        }
+        for name, is_set in needs_fp8.items():
+            if is_set and not self.is_fused:
+                raise ValueError(
+                    f"Recipe: {name} must go with an FP8 fwd and wgrad='fp8'; "
+                    f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
+                )
 
     def __repr__(self) -> str:
         """Returns the call that makes this recipe, without arguments that have their defaults."""

@@ -56,7 +56,7 @@ def operand_of(stack: str, eqn: Any) -> str:
         return "dout"
     if op == name:
         return "x"
-    if mode in SQUARE_MODES:
+    if name == "quantize" and mode in SQUARE_MODES:
         return "rhs"
     is_again = name == "swiglu_quantize" or eqn.invars[0].aval.dtype.itemsize == 1
     return "dout" if pass_of(stack) == "backward" and not is_again else "lhs"

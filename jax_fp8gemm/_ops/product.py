@@ -7,9 +7,11 @@ along the contraction. Brackets hold the scale blocks. The right column names th
     dlhs = dout   [1x128 along n] . rhs^T  [128x128]          1d2d
     drhs = lhs^T  [1x128 along m] . dout   [1x128 along m]    1d1d
 
-dlhs reads the same quantised values of rhs as out. Sums are accumulated in f32. lhs and dout are
-each read once for both of their quantisations. The backward pass keeps FP8 values and scales, under
-the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report, section 3.3.2.
+With wgrad_lhs_block=(128, 128) in the recipe, lhs^T has 128x128 blocks in drhs, which is then a
+2d1d product. dlhs reads the same quantised values of rhs as out. Sums are accumulated in f32. lhs
+and dout are each read once for both of their quantisations. The backward pass keeps FP8 values and
+scales, under the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report,
+section 3.3.2.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
     """Quantises for both passes. Under jit, XLA drops what no wanted cotangent reads."""
     args = quantize_args(spec, spec.recipe.fwd)
     if spec.has_fp8_wgrad:
-        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), **args)
+        column_block = spec.recipe.wgrad_lhs_block
+        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), column_block, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)

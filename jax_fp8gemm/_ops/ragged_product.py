@@ -16,9 +16,10 @@ ragged_contraction, for lhs (m, k), rhs (m, n) and the cotangent dout (g, k, n):
     dlhs[rows] = rhs[rows]   [1x128 along n]      . dout[i]^T  [128x128]            1d2d
     drhs[rows] = lhs[rows]   [1x128 along k]      . dout[i]    [128x128]            1d2d
 
-Both 1d2d products of a function read the same quantised values of rhs, or of dout. An operand that
-is needed in two quantisations is read once for both. Sums are accumulated in f32. Scale blocks are
-those of the DeepSeek-V3 report, section 3.3.2.
+With wgrad_lhs_block=(128, 128) in the recipe, lhs[rows]^T has 128x128 blocks in drhs[i], which is
+then a 2d1d product. Both 1d2d products of a function read the same quantised values of rhs, or of
+dout. An operand that is needed in two quantisations is read once for both. Sums are accumulated in
+f32. Scale blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _product_fwd(
     """Quantises for both passes. Under jit, XLA drops what no wanted cotangent reads."""
     args = quantize_args(spec, spec.recipe.fwd)
     if spec.has_fp8_wgrad:
-        rows, lhs_residual = rows_and_ragged_columns(lhs, *groups, **args)
+        column_block = spec.recipe.wgrad_lhs_block
+        rows, lhs_residual = rows_and_ragged_columns(lhs, *groups, column_block, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)

@@ -28,6 +28,7 @@ from jax_fp8gemm._primitives.quantize_args import (
     bind_args,
     keep_used_axes,
     scaled_arrays,
+    split_mode,
 )
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
@@ -50,15 +51,16 @@ def gather_quantize(
     """Quantises y, whose rows are sorted by group.
 
     Args:
-      x: (s, k) bf16, f16 or f32; or a ScaledArray with block (1, 128), for mode "column" alone.
+      x: (s, k) bf16, f16 or f32; or a ScaledArray with block (1, 128), for modes of columns alone.
       rows: (m,) int32. A number below 0 means the first row, one past the end the last row.
       weights: (m,) f32, or None.
       group_sizes, first_row: int32, as for ragged_columns.
       mode: "row": (m, k), quantised along k. "column": (k, t), quantised along the tokens of each
-        group. "row_column": both.
+        group. "row_column": both. "block_transposed" and "row_block_transposed" are the last two
+        with 128x128 blocks of columns.
       args: the FP8 dtype, pow2_scale and the implementation.
     Returns:
-      one ScaledArray, or two in mode "row_column".
+      one ScaledArray, or two in modes of both.
     """
     arrays = values_and_scale(x) if isinstance(x, ScaledArray) else (x,)
     results = gather_quantize_p(
@@ -70,7 +72,7 @@ def gather_quantize(
         is_weighted=weights is not None,
         **bind_args(mode, args),
     )
-    return scaled_arrays(results)
+    return scaled_arrays(results, mode)
 
 
 def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
@@ -97,9 +99,9 @@ def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale:
             f"{_OP}: x (s, k) must have a row if rows (m,) has one; "
             f"got x {checks.short_type(x)}, rows {checks.short_type(rows)}"
         )
-    if scale and mode != "column":
+    if scale and split_mode(mode)[0]:
         raise ValueError(
-            f"{_OP}: mode must be 'column' for an FP8 x; "
+            f"{_OP}: mode must be 'column' or 'block_transposed' for an FP8 x; "
             f"got mode {mode!r}, x {checks.short_type(x)}"
         )
     expected = checks.short_type(jax.ShapeDtypeStruct((m,), jnp.float32))
@@ -145,10 +147,10 @@ def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:
 def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> PartitionRule:
     """A mesh may cut the features alone, for a device may need any row of x."""
     _, scale, _, weights, _ = _split(operands, is_weighted)
-    rows, columns = ("m k", "m k"), ("k tokens", "k tokens")
+    rows, columns = split_mode(mode)
     return PartitionRule(
         ("s k", *["s k"] * len(scale), "m", *["m"] * len(weights), "sizes", "first"),
-        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        ("m k",) * (2 if rows else 0) + ("k tokens",) * (2 if columns else 0),
         {"k": formats.SCALE_BLOCK},
         uncut=("s", "m", "sizes", "first", "tokens"),
     )

@@ -4,7 +4,7 @@ For lhs (m, t) and rhs (n, t), with columns(i) the columns that hold the tokens 
 
     out[i] = lhs[:, columns(i)] . rhs[:, columns(i)]^T
 
-Each product is that of gemm.py, 1d1d or 2d1d, and has the bits of scaled_matmul of that group alone.
+Each product is that of gemm.py, 1d1d or 2d1d, and has the bits of the product of that group alone.
 _data/groups.py says where the columns of a group are.
 """
 

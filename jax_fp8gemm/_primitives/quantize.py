@@ -11,6 +11,7 @@ _data/rounding.py defines both to the bit, and is the reference. The mode says w
     "block"             128x128 blocks; values (..., m, k)
     "block_transposed"  128x128 blocks; values (..., k, m)
     "block_both"        128x128 blocks; values (..., m, k), then (..., k, m)
+    "row_block_transposed"  those of "row"; and 128x128 blocks, values (k, ..., m)
 
 The blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
@@ -34,6 +35,8 @@ from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
     bind_args,
+    columns_mode,
+    has_square_columns,
     keep_used_axes,
     scaled_arrays,
 )
@@ -42,7 +45,7 @@ from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
 _BLOCK = formats.SCALE_BLOCK
-# The modes with 128x128 blocks. Their kernel takes (batch, m, k).
+# The modes with 128x128 blocks alone. Their kernel takes (batch, m, k).
 SQUARE_MODES = ("block", "block_transposed", "block_both")
 # The largest batch of one launch is CUDA's largest second extent of a grid.
 _MAX_BATCH = 65535
@@ -52,17 +55,22 @@ _MAX_BATCH = 65535
 def quantize_in_mode(
     x: ArrayLike, mode: str, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ...]:
-    """Quantises x (..., m, k) without checks. Mode "row_column" has two results, others one."""
+    """Quantises x (..., m, k) without checks. Modes of rows and columns have two results."""
     results = quantize_p(jnp.asarray(x), **bind_args(mode, args))
     if mode not in SQUARE_MODES:
-        return scaled_arrays(results)
+        return scaled_arrays(results, mode)
     values, *transposed, scale = results
     return (ScaledArray(values, scale, next(iter(transposed), None), (_BLOCK, _BLOCK)),)
 
 
-def rows_and_columns(x: ArrayLike, **args: Unpack[QuantizeArgs]) -> tuple[ScaledArray, ScaledArray]:
-    """Quantises x (..., m, k) along k, (..., m, k), and along m, (k, ..., m), in one read."""
-    rows, columns = quantize_in_mode(x, "row_column", **args)
+def rows_and_columns(
+    x: ArrayLike, column_block: tuple[int, int] = (1, _BLOCK), **args: Unpack[QuantizeArgs]
+) -> tuple[ScaledArray, ScaledArray]:
+    """Quantises x (..., m, k) along k, (..., m, k), and along m, (k, ..., m), in one read.
+
+    column_block: the scale block of the latter, (1, 128) or (128, 128).
+    """
+    rows, columns = quantize_in_mode(x, columns_mode(column_block, with_rows=True), **args)
     return rows, columns
 
 
@@ -78,6 +86,10 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
     rows, columns = block_types(m, k, 1, e5m2, batch), block_types(last, m, 1, e5m2, front)
     values, scale = block_types(m, k, _BLOCK, e5m2, batch)
     transposed = block_types(k, m, _BLOCK, e5m2, batch)
+    # The same with k in front of the batch.
+    squares = [
+        jax.ShapeDtypeStruct((t.shape[-2], *batch, t.shape[-1]), t.dtype) for t in transposed
+    ]
     return {
         "row": rows,
         "column": columns,
@@ -85,6 +97,7 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
         "block": [values, scale],
         "block_transposed": transposed,
         "block_both": [values, transposed[0], scale],
+        "row_block_transposed": rows + squares,
     }[mode]
 
 
@@ -105,6 +118,7 @@ def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]
         "block": [values, scale],
         "block_transposed": [values.T, scale.T],
         "block_both": [values, values.T, scale],
+        "row_block_transposed": [*(rows(x) if mode.startswith("row") else ()), values.T, scale.T],
     }[mode]
 
 
@@ -122,13 +136,15 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
         return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernel reads them along rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
-    scale_layout = row_major if mode in SQUARE_MODES else column_major
+    layouts = [column_major if r.dtype == jnp.float32 else row_major for r in results]
+    if mode in SQUARE_MODES or has_square_columns(mode):
+        layouts[-1] = row_major
     config = quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
         extension.QUANTIZE_TARGET,
         results,
         input_layouts=[row_major],
-        output_layouts=[scale_layout if r.dtype == jnp.float32 else row_major for r in results],
+        output_layouts=layouts,
     )
     return list(call(x, config=config))
 
@@ -157,6 +173,7 @@ _BATCH_DIMS = {
     "block": [0, 0],
     "block_transposed": [0, 0],
     "block_both": [0, 0, 0],
+    "row_block_transposed": [0, 0, 1, 1],
 }
 
 
@@ -169,6 +186,8 @@ def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[in
     """Leaves out the transposed values of squares, or one of two axes, if nothing uses them."""
     if mode == "block_both" and not used[1]:
         return dict(params, mode="block"), (0, 2)
+    if mode == "row_block_transposed" and any(used[2:]):
+        return dict(params, mode=mode), range(len(used))  # no mode has such columns alone
     return keep_used_axes(used, mode=mode, **params)
 
 
@@ -182,6 +201,7 @@ def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionR
         "block": (rows, rows),
         "block_transposed": (transposed, transposed),
         "block_both": (rows, transposed, rows),
+        "row_block_transposed": (rows, rows, columns, columns),
     }[mode]
     blocked = {"row": "k", "column": "m"}.get(mode, "mk")
     return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))

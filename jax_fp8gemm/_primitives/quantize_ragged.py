@@ -6,7 +6,8 @@ For x (m, k), with rows(i) the rows of group i, its tokens, and columns(i) their
 
 Values and scales are those of quantize(axis=-2) for each group alone. _data/groups.py says where
 the columns of a group are. Mode "column" returns this, mode "row" x quantised along k, and mode
-"row_column" both.
+"row_column" both. With "block_transposed" and "row_block_transposed" in their places the columns
+have 128x128 blocks: 128 features of 128 tokens, which start at the first token of a group.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
     bind_args,
+    columns_mode,
+    has_square_columns,
     keep_used_axes,
     scaled_arrays,
+    split_mode,
 )
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
@@ -46,10 +50,18 @@ def ragged_columns(
 
 
 def rows_and_ragged_columns(
-    x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, **args: Unpack[QuantizeArgs]
+    x: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
+    column_block: tuple[int, int] = (1, formats.SCALE_BLOCK),
+    **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray]:
-    """Returns quantize(x) and quantize_ragged(x, group_sizes), by one read of x."""
-    rows, columns = _quantize(x, group_sizes, first_row, "row_column", args)
+    """Returns quantize(x) and quantize_ragged(x, group_sizes), by one read of x.
+
+    column_block: the scale block of the latter, (1, 128) or (128, 128).
+    """
+    mode = columns_mode(column_block, with_rows=True)
+    rows, columns = _quantize(x, group_sizes, first_row, mode, args)
     return rows, columns
 
 
@@ -58,7 +70,7 @@ def _quantize(
     x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, mode: str, args: QuantizeArgs
 ) -> tuple[ScaledArray, ...]:
     operands = jnp.asarray(x), _groups.as_int32(group_sizes), first_row
-    return scaled_arrays(quantize_ragged_p(*operands, **bind_args(mode, args)))
+    return scaled_arrays(quantize_ragged_p(*operands, **bind_args(mode, args)), mode)
 
 
 def check_operands(op: str, x: Any, group_sizes: Any) -> None:
@@ -79,9 +91,13 @@ def result_types(
     m: int, k: int, num_groups: int, mode: str, e5m2: bool
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of (m, k) quantised along k, along the tokens of each group, or both."""
-    rows = block_types(m, k, 1, e5m2)
-    columns = block_types(k, _groups.ragged_extent(m, num_groups), 1, e5m2)
-    return {"row": rows, "column": columns, "row_column": rows + columns}[mode]
+    rows, columns = split_mode(mode)
+    block_m = formats.SCALE_BLOCK if has_square_columns(mode) else 1
+    t = _groups.ragged_extent(m, num_groups)
+    return [
+        *(block_types(m, k, 1, e5m2) if rows else ()),
+        *(block_types(k, t, block_m, e5m2) if columns else ()),
+    ]
 
 
 def reference(
@@ -89,11 +105,13 @@ def reference(
 ) -> list[jax.Array]:
     """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX."""
     x = x.astype(jnp.float32)
-    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if mode != "column" else []
-    if mode == "row":
+    has_rows, has_columns = split_mode(mode)
+    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if has_rows else []
+    if not has_columns:
         return rows
     columns = unquantised_columns(x, group_sizes, first_row)
-    return [*rows, *quantize_blocks(columns, 1, e5m2, pow2_scale)]
+    block_m = formats.SCALE_BLOCK if has_square_columns(mode) else 1
+    return [*rows, *quantize_blocks(columns, block_m, e5m2, pow2_scale)]
 
 
 def unquantised_columns(x: jax.Array, group_sizes: jax.Array, first_row: jax.Array) -> jax.Array:
@@ -134,7 +152,8 @@ def call_kernel(
         as num_scales, have rows minor.
       groups: group_sizes and first_row. Mode "row" does not read them.
       results: the types of the results.
-      mode: "row", along k; "column", along the tokens of each group; "row_column", both.
+      mode: "row", along k; "column" or "block_transposed", along the tokens of each group;
+        "row_column" or "row_block_transposed", both.
       activation: that of the sources "swiglu" and "swiglu_grad".
     """
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernels read them along rows.
@@ -151,11 +170,14 @@ def call_kernel(
         source=source,
         activation=activation,
     )
+    output_layouts = [row_major, column_major] * (len(results) // 2)
+    if has_square_columns(mode):
+        output_layouts[-1] = row_major
     call = jax.ffi.ffi_call(
         target,
         results,
         input_layouts=[*layouts, *[vector] * (2 * is_ragged)],
-        output_layouts=[row_major, column_major] * (len(results) // 2),
+        output_layouts=output_layouts,
     )
     return list(call(*arrays, *(groups if is_ragged else ()), config=config))
 
@@ -165,22 +187,26 @@ def _partition_rule(*_, mode: str, **params) -> PartitionRule:
 
     For them, devices that hold different tokens exchange what they hold.
     """
-    rows, columns = ("t k", "t k"), ("c tokens", "c tokens")
+    rows, columns = split_mode(mode)
+    blocks = {"k": formats.SCALE_BLOCK} if rows else {}
+    if has_square_columns(mode):
+        blocks |= dict.fromkeys("kc", formats.SCALE_BLOCK)
     return PartitionRule(
         ("t k", "sizes", "first"),
-        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
-        {} if mode == "column" else {"k": formats.SCALE_BLOCK},
+        ("t k",) * (2 if rows else 0) + ("c tokens",) * (2 if columns else 0),
+        blocks,
         uncut=("sizes", "first", "tokens"),
-        following={} if mode == "row" else {"c": ("k", "t")},
+        following={"c": ("k", "t")} if columns else {},
     )
 
 
 def _run_shard(run, x, *groups, shards: Shards, mode: str, **params):
-    if mode == "row" or shards.count("t") == 1:
+    of_rows, of_columns = split_mode(mode)
+    if of_columns is None or shards.count("t") == 1:
         return run(x, *groups, mode=mode, **params)
-    rows = run(x, *groups, mode="row", **params) if mode == "row_column" else []
+    rows = run(x, *groups, mode=of_rows, **params) if of_rows else []
     x = shards.move(x, "t", 1, shards.axes["c"][len(shards.axes["k"]) :])
-    return [*rows, *run(x, *groups, mode="column", **params)]
+    return [*rows, *run(x, *groups, mode=of_columns, **params)]
 
 
 quantize_ragged_p = define_primitive(

@@ -28,14 +28,18 @@ from jax import lax
 
 from jax_fp8gemm._data import checks, groups
 from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gated import gated, gated_grad
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
     bind_args,
+    columns_mode,
+    has_square_columns,
     keep_used_axes,
     scaled_arrays,
+    split_mode,
 )
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
@@ -54,6 +58,7 @@ def swiglu_quantize(
     *,
     activation: Activation = "silu",
     with_columns: bool,
+    column_block: tuple[int, int] = (1, SCALE_BLOCK),
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises h, computed from gate_up (m, 2 f).
@@ -63,7 +68,8 @@ def swiglu_quantize(
     """
     operands = gate_up, group_sizes, first_row
     bind = partial(swiglu_quantize_p, activation=activation)
-    return _rows_and_columns(bind, operands, with_columns, args)
+    mode = columns_mode(column_block, with_rows=True) if with_columns else "row"
+    return _rows_and_columns(bind, operands, mode, args)
 
 
 @jax.named_scope("fp8gemm_swiglu_grad_quantize")
@@ -83,17 +89,16 @@ def swiglu_grad_quantize(
     """
     operands = gate_up, dh, group_sizes, first_row
     bind = partial(swiglu_grad_quantize_p, activation=activation)
-    return _rows_and_columns(bind, operands, with_columns, args)
+    return _rows_and_columns(bind, operands, "row_column" if with_columns else "row", args)
 
 
 def _rows_and_columns(
     bind: Callable[..., Sequence[jax.Array]],
     operands: Sequence[jax.Array],
-    with_columns: bool,
+    mode: str,
     args: QuantizeArgs,
 ) -> tuple[ScaledArray, ScaledArray | None]:
-    mode = "row_column" if with_columns else "row"
-    rows, *columns = scaled_arrays(bind(*operands, **bind_args(mode, args)))
+    rows, *columns = scaled_arrays(bind(*operands, **bind_args(mode, args)), mode)
     return rows, columns[0] if columns else None
 
 
@@ -132,29 +137,31 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
 def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
     """Rows stay on their device. Columns are cut so that gate and up of a feature stay together."""
     is_grad = len(operands) == 4
-    rows = ("t w", "t w") if is_grad else ("t f", "t f")
-    columns = ("w tokens", "w tokens") if is_grad else ("c tokens", "c tokens")
+    rows, columns = split_mode(mode)
+    row_dims, column_dims = ("t w", "w tokens") if is_grad else ("t f", "c tokens")
     return PartitionRule(
         ("t w", *["t f"] * is_grad, "sizes", "first"),
-        {"row": rows, "column": columns, "row_column": rows + columns}[mode],
+        (row_dims,) * (2 if rows else 0) + (column_dims,) * (2 if columns else 0),
+        {"c": SCALE_BLOCK} if has_square_columns(mode) else {},
         uncut=("w", "f", "sizes", "first", "tokens"),
-        following={} if is_grad or mode == "row" else {"c": ("t",)},
+        following={} if is_grad or not columns else {"c": ("t",)},
     )
 
 
 def _run_shard(run, *operands, shards: Shards, mode: str, **params):
     """Computes columns from all tokens: devices exchange tokens for features of gate, up and dh."""
-    if mode == "row":
+    of_rows, of_columns = split_mode(mode)
+    if of_columns is None:
         return run(*operands, mode=mode, **params)
     gate_up, *dh, group_sizes, first_row = operands
-    rows = run(*operands, mode="row", **params) if mode == "row_column" else []
+    rows = run(*operands, mode=of_rows, **params) if of_rows else []
     halves = gate_up.reshape(gate_up.shape[0], 2, gate_up.shape[1] // 2)
     axes = shards.axes["t"] if dh else shards.axes["c"]
     axes = axes if halves.shape[2] % shards.count("t") == 0 else ()
     halves = shards.move(halves, "t", 2, axes)
     gate_up = halves.reshape(halves.shape[0], 2 * halves.shape[2])
     dh = [shards.move(x, "t", 1, axes) for x in dh]
-    columns = run(gate_up, *dh, group_sizes, first_row, mode="column", **params)
+    columns = run(gate_up, *dh, group_sizes, first_row, mode=of_columns, **params)
     if dh and axes:  # dgate and dup of a feature are no neighbours in the result, so gather both
         halves = [x.reshape(2, x.shape[0] // 2, x.shape[1]) for x in columns]
         halves = [lax.all_gather(x, axes, axis=1, tiled=True) for x in halves]

@@ -14,12 +14,22 @@ import numpy as np
 
 from jax_fp8gemm._data.activation import Activation
 
-MODES = ("row", "column", "row_column", "block", "block_transposed", "block_both")
+MODES = (
+    "row",
+    "column",
+    "row_column",
+    "block",
+    "block_transposed",
+    "block_both",
+    "row_block_transposed",
+)
 INPUTS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 SOURCES = ("plain", "swiglu", "swiglu_grad", "gather", "weighted_gather")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 
 _RAGGED_MODES = ("column", "row_column")
+# Of what a weight gradient reads with 128x128 blocks: never a cotangent.
+_SQUARE_RAGGED_MODES = ("block_transposed", "row_block_transposed")
 
 
 def attributes(
@@ -60,11 +70,15 @@ def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int
     """Yields one config for each kernel of a format, those of "silu" alone among activations."""
     floats = INPUTS[:3]
     plain = [("plain", mode, False, floats) for mode in MODES]
-    ragged = [("plain", mode, True, floats) for mode in _RAGGED_MODES]
+    ragged = [("plain", mode, True, floats) for mode in (*_RAGGED_MODES, *_SQUARE_RAGGED_MODES)]
+    kinds = [
+        *itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES)),
+        *(("gather", mode) for mode in _SQUARE_RAGGED_MODES),
+    ]
     gather = [
         # FP8 inputs have columns only: rows of FP8 values are copied with their scales.
-        (source, mode, mode != "row", INPUTS if mode == "column" else floats)
-        for source, mode in itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES))
+        (source, mode, mode != "row", floats if mode.startswith("row") else INPUTS)
+        for source, mode in kinds
     ]
     how = dict(e5m2=e5m2, pow2_scale=pow2_scale)
     yield from _configs((*plain, *ragged), **how)
@@ -76,10 +90,11 @@ def activation_configs(
     activation: Activation, *, e5m2: bool, pow2_scale: bool
 ) -> Iterator[dict[str, np.int32]]:
     """Yields one config for each kernel of this activation."""
-    kinds = [
-        (source, mode, mode != "row", ("bfloat16", "float32"))
-        for source, mode in itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES))
+    pairs = [
+        *itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES)),
+        *(("swiglu", mode) for mode in _SQUARE_RAGGED_MODES),
     ]
+    kinds = [(source, mode, mode != "row", ("bfloat16", "float32")) for source, mode in pairs]
     yield from _configs(kinds, e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
 
 

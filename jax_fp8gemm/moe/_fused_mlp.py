@@ -36,7 +36,9 @@ def fused_mlp(specs: Specs, operands: MlpOperands) -> jax.Array:
 def _fwd(specs: Specs, operands: MlpOperands) -> tuple[jax.Array, _Kept]:
     x, w_gate_up, w_down, biases, groups = operands
     kept, w = products.weights_both_ways(specs, w_gate_up, w_down, biases)
-    rows, x_columns = _rows_and_columns(specs.into, specs.into.recipe.fwd, x, groups)
+    recipe = specs.into.recipe
+    column_block = recipe.wgrad_lhs_block
+    rows, x_columns = _rows_and_columns(specs.into, recipe.fwd, x, groups, column_block)
     out, residuals = products.forward(specs, rows, w, groups, is_differentiated=True)
     return out, (name_residual("lhs", x_columns), residuals, kept, groups)
 
@@ -54,13 +56,17 @@ fused_mlp.defvjp(_fwd, _bwd)
 
 
 def _rows_and_columns(
-    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: Groups
+    spec: ProductSpec,
+    fmt: Format | None,
+    x: jax.Array,
+    groups: Groups,
+    column_block: tuple[int, int] = (1, 128),
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises x along its last dimension, and along the tokens of each group if needed.
 
-    A product reads the latter for the gradient of its weights.
+    A product reads the latter, with this scale block, for the gradient of its weights.
     """
     args = quantize_args(spec, fmt)
     if spec.rhs_dtype is None:
         return quantize(x, **args), None
-    return rows_and_ragged_columns(x, *groups, **args)
+    return rows_and_ragged_columns(x, *groups, column_block, **args)

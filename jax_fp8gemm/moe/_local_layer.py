@@ -18,6 +18,7 @@ from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.quantize_args import columns_mode
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._choices import sort_choices, sum_of_rows, take_rows
@@ -127,7 +128,8 @@ def _layer(specs: Specs, operands: Operands) -> jax.Array:
 def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
     rows = _rows(operands)
     fmt = specs.into.recipe.fwd
-    copies, x_columns = _copy_and_quantize(specs.into, fmt, operands.x, rows, None)
+    column_block = specs.into.recipe.wgrad_lhs_block
+    copies, x_columns = _copy_and_quantize(specs.into, fmt, operands.x, rows, None, column_block)
     experts, w = products.weights_both_ways(
         specs, operands.w_gate_up, operands.w_down, operands.biases
     )
@@ -162,15 +164,20 @@ def _add_up(out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
 
 
 def _copy_and_quantize(
-    spec: ProductSpec, fmt: Format | None, x: jax.Array, rows: Rows, weights: jax.Array | None
+    spec: ProductSpec,
+    fmt: Format | None,
+    x: jax.Array,
+    rows: Rows,
+    weights: jax.Array | None,
+    column_block: tuple[int, int] = (1, 128),
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises the row of each choice, and along the tokens of each group if needed.
 
-    A product reads the latter for the gradient of its weights.
+    A product reads the latter, with this scale block, for the gradient of its weights.
     """
     run = partial(gather_quantize, x, rows.token, weights, *rows.groups, **quantize_args(spec, fmt))
     if spec.rhs_dtype is None:
         (copies,) = run(mode="row")
         return copies, None
-    copies, columns = run(mode="row_column")
+    copies, columns = run(mode=columns_mode(column_block, with_rows=True))
     return copies, columns

@@ -14,7 +14,8 @@ blocks of each operand along the contraction. The right column names the kernel.
     dw_down[i]    = h^T [1x128 along tokens] . dout [1x128 along tokens]         1d1d
     dw_gate_up[i] = x^T [1x128 along tokens] . da   [1x128 along tokens]         1d1d
 
-With biases, b_gate_up[i] is added to gate_up and b_down[i] to out (_biases.py).
+With wgrad_lhs_block=(128, 128) in the recipe, h^T and x^T have 128x128 blocks, and the last two are
+2d1d products. With biases, b_gate_up[i] is added to gate_up and b_down[i] to out (_biases.py).
 
 dh and dx read the same quantised values of the weights as out and gate_up do. Of all activations
 only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32.
@@ -101,9 +102,8 @@ def down_product(
     down = specs.down
     args = quantize_args(down, down.recipe.fwd)
     activation = specs.activation
-    h, h_columns = swiglu_quantize(
-        gate_up, *groups, activation=activation, with_columns=with_columns, **args
-    )
+    how = dict(with_columns=with_columns, column_block=down.recipe.wgrad_lhs_block)
+    h, h_columns = swiglu_quantize(gate_up, *groups, activation=activation, **how, **args)
     out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
     return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
 

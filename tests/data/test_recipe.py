@@ -58,6 +58,7 @@ def test_is_frozen_and_hashable():
         ("rhs_block", (1, 128), "(128, 128)"),
         ("pow2_scale", "yes", "False or True"),
         ("wgrad", "f32", "'fp8' or 'bf16'"),
+        ("wgrad_lhs_block", (128, 1), "(1, 128) or (128, 128)"),
         ("reduce_dtype", "float32", "'f32' or 'bf16'"),
         ("fp8_combine", "fp8", "False or True"),
     ],
@@ -69,9 +70,11 @@ def test_unsupported_values_are_named(field, value, expected):
 
 
 @pytest.mark.parametrize("fields", [dict(fwd=None), dict(wgrad="bf16")])
-def test_fp8_combine_is_not_ignored(fields):
+def test_fields_of_fp8_are_not_ignored(fields):
     with raises(ValueError, match="Recipe: fp8_combine must go with an FP8 fwd and wgrad='fp8'"):
         Recipe(**fields, fp8_combine=True)
+    with raises(ValueError, match=r"Recipe: wgrad_lhs_block=\(128, 128\) must go with an FP8 fwd"):
+        Recipe(**fields, wgrad_lhs_block=(128, 128))
 
 
 def test_ops_take_a_recipe_only():

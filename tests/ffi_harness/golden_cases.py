@@ -210,7 +210,8 @@ def _quantize_cases() -> list[Case]:
         name = f"quantize {source}{activation}{ragged} {mode} {dtype}"
         # An odd batch and extents that are no whole blocks.
         m, k, g = 4104, 2888, 32
-        batch = (3,) if mode.startswith("block") and dtype == "bf16" else ()
+        has_batch = mode.startswith("block") and not ragged
+        batch = (3,) if has_batch and dtype == "bf16" else ()
         cases.append(_quantize(name, config, batch, m, k, g))
     return cases
 
@@ -247,11 +248,13 @@ def _results(config: dict, batch: tuple[int, ...], m: int, k: int, columns: int)
     row = values | {"scale": ("f32", (m, kb))}
     column = transposed | {"transposed_scale": ("f32", (k, cb))}
     block_scale = {"scale": ("f32", (*batch, cb, kb))}
+    block_transposed = transposed | {"transposed_scale": ("f32", (*batch, kb, cb))}
     return {
         "row": row,
         "column": column,
         "row_column": row | column,
         "block": values | block_scale,
-        "block_transposed": transposed | {"transposed_scale": ("f32", (*batch, kb, cb))},
+        "block_transposed": block_transposed,
         "block_both": values | transposed | block_scale,
+        "row_block_transposed": row | block_transposed,
     }[mode]

@@ -127,7 +127,7 @@ def _quantize(case: Case) -> dict:
     g = case.args["group_sizes"][1][0] if c["ragged"] else 0
     columns = (m + 127 * g) // 128 * 128 if c["ragged"] else m
     num_m_blocks = num_blocks(columns)
-    if c["ragged"] and mode == 2:
+    if c["ragged"] and mode in (2, 6):
         num_m_blocks = (m + 127 * (g + 2)) // 128  # the rows of no group, before and behind
     threads = 128 if is_row else 256
     # A warp takes 16 rows of a k-block, a CTA four warps of them or a tile of 128 x 128.

@@ -91,7 +91,7 @@ void AddGroupedContraction(Random& random, Case& c) {
 // From here on an extent is at its limit, and the others stay small.
 constexpr int64_t kLarge = 1 << 20;
 
-enum Mode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth };
+enum Mode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth, kRowBlockTransposed };
 enum Source { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
 
 // The operands of what is quantised, (m, k), but for the groups.
@@ -123,11 +123,14 @@ void AddQuantizeResults(Case& c, const std::vector<int64_t>& batch, int64_t m, i
   const int64_t kb = Blocks(k), cb = Blocks(columns);
   const int32_t mode = c.Get("mode");
   if (mode != kColumn && mode != kBlockTransposed) add("values", fp8, m, k);
-  if (mode == kRow || mode == kRowColumn) add("scale", kF32, m, kb);
+  const bool scales_rows = mode == kRow || mode == kRowColumn || mode == kRowBlockTransposed;
+  if (scales_rows) add("scale", kF32, m, kb);
   if (mode != kRow && mode != kBlock) add("transposed", fp8, k, columns);
   if (mode == kColumn || mode == kRowColumn) add("transposed_scale", kF32, k, cb);
   if (mode == kBlock || mode == kBlockBoth) add("scale", kF32, cb, kb);
-  if (mode == kBlockTransposed) add("transposed_scale", kF32, kb, cb);
+  if (mode == kBlockTransposed || mode == kRowBlockTransposed) {
+    add("transposed_scale", kF32, kb, cb);
+  }
 }
 
 }  // namespace
@@ -167,7 +170,8 @@ Case LegalQuantize(Random& random, const Config& config) {
   if (m > kLarge) k = std::min<int64_t>(k, 128);
   if (k > kLarge) m = std::min<int64_t>(m, 128);
   std::vector<int64_t> batch;
-  if (is_plain && c.Get("mode") >= kBlock && std::max(m, k) <= kLarge && random.Chance(0.4)) {
+  const bool has_batch = !is_ragged && kBlock <= c.Get("mode") && c.Get("mode") <= kBlockBoth;
+  if (is_plain && has_batch && std::max(m, k) <= kLarge && random.Chance(0.4)) {
     batch = {random.PickOf({1, 2, 5, 65535})};
   }
   AddQuantizeOperands(random, c, batch, m, k);

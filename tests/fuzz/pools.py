@@ -83,6 +83,7 @@ def no_arrays():
 RECIPES = (
     *(fp8.DEEPSEEK_V3, fp8.HYBRID, fp8.BF16, fp8.Recipe(wgrad="bf16"), fp8.Recipe(fwd="e5m2")),
     *(fp8.Recipe(pow2_scale=True), fp8.Recipe(reduce_dtype="bf16"), fp8.Recipe(fp8_combine=True)),
+    fp8.Recipe(wgrad_lhs_block=(128, 128)),
 )
 OPTIONS = {
     "recipe": RECIPES,

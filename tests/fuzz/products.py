@@ -29,6 +29,7 @@ RECIPES = {
     fp8.HYBRID: dict(bwd=reference.E5M2),
     fp8.Recipe(fwd="e5m2", pow2_scale=True): dict(fwd=reference.E5M2, pow2=True),
     fp8.Recipe(wgrad="bf16"): dict(fp8_drhs=False),
+    fp8.Recipe(wgrad_lhs_block=(128, 128)): dict(drhs_lhs_block=(128, 128)),
 }
 SHAPES = ((3, 5, 7), (8, 130, 128), (70, 24, 260), (130, 8, 1))  # m, n, k
 SIZES = (0, 20, 3, 41)  # of groups, of at most 70 rows
@@ -92,12 +93,22 @@ def _vjp(op: Callable[..., jax.Array], recipe: fp8.Recipe) -> Any:
     return jax.jit(run)
 
 
-def _sums(lhs, rhs, dout, *, fwd=reference.E4M3, bwd=reference.E4M3, pow2=False, fp8_drhs=True):
+def _sums(
+    lhs,
+    rhs,
+    dout,
+    *,
+    fwd=reference.E4M3,
+    bwd=reference.E4M3,
+    pow2=False,
+    fp8_drhs=True,
+    drhs_lhs_block=(1, 128),
+):
     """out, dlhs and drhs as reference.matmul_vjp has them, with their magnitudes."""
     fake = functools.partial(reference.fake_quantize, pow2=pow2)
     weights = fake(rhs, (128, 128), fmt=fwd)
     if fp8_drhs:
-        columns = fake(lhs, axis=-2, fmt=fwd), fake(dout, axis=-2, fmt=bwd)
+        columns = fake(lhs.T, drhs_lhs_block, fmt=fwd), fake(dout, axis=-2, fmt=bwd)
     else:
         in_bf16 = lambda x: x.astype(jnp.bfloat16).astype(np.float64).T
         columns = in_bf16(lhs), in_bf16(dout)

@@ -69,10 +69,14 @@ def _mlp_vjp(
     fwd=reference.E4M3,
     bwd=reference.E4M3,
     pow2=False,
+    lhs_block=(1, 128),
     fp8=True,
     activation="silu",
 ):
-    """(out, dx, dw_gate_up, dw_down) of one expert; without fp8 gate_up is not rounded either."""
+    """(out, dx, dw_gate_up, dw_down) of one expert; without fp8 gate_up is not rounded either.
+
+    lhs_block: the scale block of x and h in the gradients of weights.
+    """
     kept = np.float32 if x.dtype == np.float16 else x.dtype
     if fp8:
         quantised = lambda x, fmt, **kw: reference.fake_quantize(x, fmt=fmt, pow2=pow2, **kw)
@@ -84,6 +88,7 @@ def _mlp_vjp(
         rounded = lambda x: x
     rows = lambda x, fmt: quantised(x, fmt)
     columns = lambda x, fmt: quantised(x, fmt, axis=-2)
+    lhs_columns = lambda x: quantised(x.T, fwd, block=lhs_block)
     w_gate_up, w_down = (quantised(w, fwd, block=(128, 128)) for w in (w_gate_up, w_down))
     gate, up = np.split(rounded(rows(x, fwd) @ w_gate_up), 2, axis=1)
     h = gated_activations.gated(gate, up, activation)
@@ -91,5 +96,5 @@ def _mlp_vjp(
     dh = rounded(rows(dout, bwd) @ w_down.T)
     da = np.concatenate(gated_activations.gated_grad(gate, up, dh, activation)[:2], axis=1)
     dx = rows(da, bwd) @ w_gate_up.T
-    dw_gate_up = columns(x, fwd) @ columns(da, bwd).T
-    return out, dx, dw_gate_up, columns(h, fwd) @ columns(dout, bwd).T
+    dw_gate_up = lhs_columns(x) @ columns(da, bwd).T
+    return out, dx, dw_gate_up, lhs_columns(h) @ columns(dout, bwd).T

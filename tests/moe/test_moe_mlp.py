@@ -15,6 +15,7 @@ from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe, quantize
 from jax_fp8gemm.moe import moe_mlp
 
 HYBRID_POW2 = Recipe(bwd="e5m2", pow2_scale=True)
+SQUARE_LHS = Recipe(wgrad_lhs_block=(128, 128))
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ HYBRID_POW2 = Recipe(bwd="e5m2", pow2_scale=True)
         (DEEPSEEK_V3, {}, jnp.bfloat16, jnp.bfloat16),
         (DEEPSEEK_V3, {}, jnp.float32, jnp.float32),
         (HYBRID_POW2, dict(bwd=reference.E5M2, pow2=True), jnp.float16, jnp.float32),
+        (SQUARE_LHS, dict(lhs_block=(128, 128)), jnp.float32, jnp.float32),
     ],
 )
 def test_value_and_gradients_are_those_of_the_fake_quantised_experts(

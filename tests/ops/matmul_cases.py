@@ -18,6 +18,7 @@ RECIPES = {
     "hybrid": (HYBRID, dict(bwd=jnp.float8_e5m2)),
     "pow2": (Recipe(pow2_scale=True), dict(pow2=True)),
     "wgrad_bf16": (Recipe(wgrad="bf16"), dict(fp8_drhs=False)),
+    "square_lhs": (Recipe(wgrad_lhs_block=(128, 128)), dict(drhs_lhs_block=(128, 128))),
     "e5m2": (Recipe(fwd="e5m2", bwd="e5m2"), dict(fwd=jnp.float8_e5m2, bwd=jnp.float8_e5m2)),
 }
 
@@ -45,8 +46,13 @@ def equations(function, *args):
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name.startswith("jax_fp8gemm"):
-            found.append(eqn.params.get("mode") or ("1d1d" if eqn.params["is_1d1d"] else "1d2d"))
+            found.append(eqn.params.get("mode") or family(eqn.params))
     return found
+
+
+def family(params):
+    """The kernel family of a dense product."""
+    return "1d1d" if params["is_1d1d"] else "2d1d" if params["is_2d1d"] else "1d2d"
 
 
 def saved_residuals(function, *args):

@@ -26,6 +26,8 @@ from jax_fp8gemm import BF16, matmul, quantize
         ("hybrid", jnp.bfloat16),
         ("pow2", jnp.bfloat16),
         ("e5m2", jnp.bfloat16),
+        ("square_lhs", jnp.float32),
+        ("square_lhs", jnp.bfloat16),
         ("wgrad_bf16", jnp.bfloat16),
         ("wgrad_bf16", jnp.float32),
     ],

@@ -25,6 +25,7 @@ from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe, ScaledArray, quantize, ragged
         ("hybrid", (jnp.bfloat16, jnp.float16), None),  # f32, as for all mixed operands
         ("pow2", (jnp.float16, jnp.float16), None),
         ("e5m2", (jnp.float32, jnp.bfloat16), jnp.bfloat16),
+        ("square_lhs", (jnp.bfloat16, jnp.float32), None),
         ("wgrad_bf16", (jnp.float32, jnp.float32), None),
     ],
 )

@@ -53,7 +53,14 @@ def check(x, rows, weights, sizes, first_row, mode, fmt, pow2=False, implementat
         y = gathered(x, rows, weights)
         along_rows = reference.quantize(y, fmt=fmt, pow2=pow2)
         columns = reference.quantize_ragged(y, sizes, fmt, pow2, first_row)
-    expected = {"row": [along_rows], "column": [columns], "row_column": [along_rows, columns]}
+        squares = reference.quantize_ragged(y, sizes, fmt, pow2, first_row, (128, 128))
+    expected = {
+        "row": [along_rows],
+        "column": [columns],
+        "row_column": [along_rows, columns],
+        "block_transposed": [squares],
+        "row_block_transposed": [along_rows, squares],
+    }
     for found, (values, scale) in zip(results, expected[mode], strict=True):
         reference.assert_same_bits(found.scale, scale, "scale")
         reference.assert_same_bits(found.values, values, "values")

@@ -35,6 +35,8 @@ def test_bits(dtype, is_weighted, fmt, pow2):
     mode = "column" if dtype in FP8 else "row_column"
     weights = weights if is_weighted else None
     gather_cases.check(x, rows, weights, SIZES, FIRST_ROW, mode, fmt, pow2)
+    square = "block_transposed" if dtype in FP8 else "row_block_transposed"
+    gather_cases.check(x, rows, weights, SIZES, FIRST_ROW, square, fmt, pow2)
 
 
 @pytest.mark.parametrize("s, k, m", [(0, 5, 0), (3, 5, 0), (3, 0, 4)])
@@ -44,12 +46,20 @@ def test_nothing_to_quantise(s, k, m):
     gather_cases.check(x, rows, weights, SIZES, 0, "row_column", E4M3)
 
 
-@pytest.mark.parametrize("kept, mode", [(0, "row"), (1, "column")])
-def test_an_unused_direction_is_not_computed(kept, mode):
+@pytest.mark.parametrize(
+    "both, kept, mode",
+    [
+        ("row_column", 0, "row"),
+        ("row_column", 1, "column"),
+        ("row_block_transposed", 0, "row"),
+        ("row_block_transposed", 1, "block_transposed"),
+    ],
+)
+def test_an_unused_direction_is_not_computed(both, kept, mode):
     x, rows, weights = gather_cases.problem(jnp.float32, 4, 128, 8)
 
     def run(*operands):
-        how = dict(mode="row_column", dtype=E4M3, pow2_scale=False, implementation="xla")
+        how = dict(mode=both, dtype=E4M3, pow2_scale=False, implementation="xla")
         return gather_quantize(*operands, **how)[kept]
 
     closed = jax.make_jaxpr(run)(x, rows, weights, np.int32([8]), np.int32([0]))
@@ -84,7 +94,8 @@ def operands(**changed):
         (
             dict(x=ScaledArray(jnp.ones((4, 128), E4M3), jnp.ones((4, 1))), mode="row"),
             ValueError,
-            r"mode must be 'column' for an FP8 x; got mode 'row', x f8e4m3fn\[4,128\]",
+            r"mode must be 'column' or 'block_transposed' for an FP8 x; got mode 'row', "
+            r"x f8e4m3fn\[4,128\]",
         ),
         (
             dict(x=ScaledArray(jnp.ones((4, 200), E4M3), jnp.ones((4, 1)))),

@@ -48,7 +48,15 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-MODE = {"row": 0, "column": 1, "row_column": 2, "block": 3, "block_transposed": 4, "block_both": 5}
+MODE = {
+    "row": 0,
+    "column": 1,
+    "row_column": 2,
+    "block": 3,
+    "block_transposed": 4,
+    "block_both": 5,
+    "row_block_transposed": 6,
+}
 
 
 @pytest.mark.parametrize(

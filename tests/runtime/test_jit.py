@@ -99,9 +99,9 @@ def test_tiles_of_no_kernel_are_refused(tile, how, rule):
         _ext.compile_gemm(config)
 
 
-@pytest.mark.parametrize("bad", [dict(mode=6), dict(mode=-1), dict(input=100), dict(source=9)])
+@pytest.mark.parametrize("bad", [dict(mode=7), dict(mode=-1), dict(input=100), dict(source=9)])
 def test_configs_of_no_kernel_are_refused(bad):
-    with pytest.raises(ValueError, match=r"mode must be 0..5, input 0..[24] and source 0..4"):
+    with pytest.raises(ValueError, match=r"mode must be 0..6, input 0..[24] and source 0..4"):
         _ext.compile_quantize(QUANTIZE_CONFIG | bad)
 
 

@@ -12,8 +12,10 @@
 //   block             values (m, k),      scale [m/128][k/128]: one per 128x128 block
 //   block_transposed  transposed (k, m),  transposed_scale [k/128][m/128]
 //   block_both        values, transposed, scale [m/128][k/128]
+//   row_block_transposed  the results of row, and those of block_transposed, from one read of x
 //
-// The modes of 128x128 blocks take a batch of x too, (b, m, k); each result then has b in front.
+// block, block_transposed and block_both take a batch of x too, (b, m, k), unless ragged; each
+// result then has b in front.
 //
 // Work (quantize_walk.cuh): a warp takes 16 rows of one k-block. In mode "row" warps never meet, in
 // every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and cover
@@ -36,8 +38,9 @@
 // scales of 16 rows. Rows that are not a multiple of 8 long are read and written element by
 // element.
 //
-// Ragged ("column" and "row_column"): `transposed` has num_columns columns, and columns of no token
-// are zero. In "row_column" a CTA that takes rows of no group also stores a block of zeros.
+// Ragged (modes that store `transposed`, but block_both): it has num_columns columns, and columns
+// of no token are zero. Where rows are stored too, a CTA that takes rows of no group also stores a
+// block of zeros.
 //
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
@@ -55,6 +58,10 @@ template <typename Config>
 struct Quantizer {
   static constexpr int kMode = Config::kMode;
   static constexpr bool kIsBlock = kMode >= kBlock;
+  // Whether rows of x, or columns, are quantised with 1x128 blocks along them.
+  static constexpr bool kScalesRows =
+      kMode == kRow || kMode == kRowColumn || kMode == kRowBlockTransposed;
+  static constexpr bool kHasBatch = kIsBlock && !kScalesRows && !Config::kIsRagged;
   static constexpr bool kStoresRows = kMode != kColumn && kMode != kBlockTransposed;
   static constexpr bool kStoresColumns = kMode != kRow && kMode != kBlock;
 
@@ -151,11 +158,20 @@ struct Quantizer {
   __device__ __forceinline__ void quantize_tile() {
     const int m_block = place.m_block;
     if constexpr (kIsBlock) {
-      const BlockScale block = reduce_block();
+      uint32_t warp_amax = share_block_amax();
+      if constexpr (kScalesRows) {
+        quantize_rows<kIsAligned>();
+        if (!place.is_of_group) {
+          if (m_block * kScaleBlock >= params.num_columns) return;
+          elements.clear();  // for a block of zeros
+          warp_amax = share_block_amax();
+        }
+      }
+      const BlockScale block = reduce_block(warp_amax);
       if (threadIdx.x == 0) store_block_scale(block.scale, m_block, place.k_block);
       const float factors[8] = {block.factor, block.factor, block.factor, block.factor,
                                 block.factor, block.factor, block.factor, block.factor};
-      if constexpr (kStoresRows) store_rows<kIsAligned>(factors);
+      if constexpr (kStoresRows && !kScalesRows) store_rows<kIsAligned>(factors);
       if constexpr (kStoresColumns) stage_columns(factors);
     } else {
       if (place.is_of_group) share_column_amax();
@@ -255,13 +271,18 @@ struct Quantizer {
     }
   }
 
-  // Returns the scale of the whole tile, in every thread.
-  __device__ __forceinline__ BlockScale reduce_block() {
+  // Writes the maximum of the warp's elements to shared memory, and returns it.
+  __device__ __forceinline__ uint32_t share_block_amax() {
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) amax = max_u32(amax, elements.row_amax(i));
     amax = __reduce_max_sync(0xffffffff, amax);
     if (lane == 0) shared.warp_amax[warp] = amax;
+    return amax;
+  }
+
+  // Returns the scale of the whole tile, in every thread; `amax` is the warp's maximum.
+  __device__ __forceinline__ BlockScale reduce_block(uint32_t amax) {
     __syncthreads();  // every warp's maximum is in shared.warp_amax
 #pragma unroll
     for (int i = 0; i < kNumWarps; ++i) amax = max_u32(amax, shared.warp_amax[i]);
@@ -269,9 +290,10 @@ struct Quantizer {
   }
 
   __device__ __forceinline__ void store_block_scale(float scale, int m_block, int k_block) {
-    const int64_t num_m_blocks = ceil_div(params.m, kScaleBlock);
+    const int64_t num_m_blocks =
+        ceil_div(Config::kIsRagged ? params.num_columns : params.m, kScaleBlock);
     const int64_t num_k_blocks = ceil_div(params.k, kScaleBlock);
-    if constexpr (kMode == kBlockTransposed) {
+    if constexpr (kMode == kBlockTransposed || kMode == kRowBlockTransposed) {
       params.transposed_scale[k_block * num_m_blocks + m_block] = scale;
     } else {
       params.scale[m_block * num_k_blocks + k_block] = scale;

@@ -12,7 +12,8 @@ enum Mode {
   kRowColumn = 2,
   kBlock = 3,
   kBlockTransposed = 4,
-  kBlockBoth = 5
+  kBlockBoth = 5,
+  kRowBlockTransposed = 6
 };
 
 struct QuantizeParams {
@@ -39,7 +40,7 @@ struct QuantizeParams {
 // NOTE: other modes get the launch's own parameters, since a copy makes ptxas spill.
 template <typename Quantizer>
 __device__ __forceinline__ decltype(auto) batch_element(const QuantizeParams& launched, int index) {
-  if constexpr (!Quantizer::kIsBlock) {
+  if constexpr (!Quantizer::kHasBatch) {
     return (launched);
   } else {
     constexpr int kScaleBlock = Quantizer::kScaleBlock;

@@ -4,8 +4,8 @@
 // every other mode the 8 warps of a CTA take a 128x128 tile.
 //
 // Ragged: the columns of `transposed` are tokens, and every group of them starts at a multiple of
-// 128 (groups.cuh). A CTA takes the rows of one block of columns. In "row_column" the rows of no
-// group have CTAs of their own, behind the groups' last block.
+// 128 (groups.cuh). A CTA takes the rows of one block of columns. Where rows are stored too, those
+// of no group have CTAs of their own, behind the groups' last block.
 #pragma once
 
 #include "groups.cuh"
@@ -100,7 +100,9 @@ struct QuantizeWalk {
                    : int(scan.rows_before) + (rest - blocks_before_groups) * kScaleBlock) +
         warp * kWarpRows;
     place.row_end = is_before ? int(start) : params.m;
-    if constexpr (Config::kMode == kColumn) place.row_end = 0;  // columns of no token: zeros
+    if constexpr (Config::kMode == kColumn || Config::kMode == kBlockTransposed) {
+      place.row_end = 0;  // columns of no token: zeros
+    }
   }
 };
 

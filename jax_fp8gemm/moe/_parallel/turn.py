@@ -13,6 +13,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
 from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.quantize_args import columns_mode
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import sum_of_rows, take_rows
@@ -105,7 +106,8 @@ def _gate_up_gradient(
     if spec.rhs_dtype is None:
         return None
     args = quantize_args(spec, spec.recipe.fwd)
-    (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode="column", **args)
+    mode = columns_mode(spec.recipe.wgrad_lhs_block, with_rows=False)
+    (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode=mode, **args)
     return weight_gradient(spec, x_columns, da_columns, rows.groups)
 
 
@@ -116,8 +118,9 @@ def _down_gradient(
     if spec.rhs_dtype is None:
         return None
     fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
+    how = dict(with_columns=True, column_block=spec.recipe.wgrad_lhs_block)
     _, h_columns = swiglu_quantize(
-        gate_up, *rows.groups, activation=specs.activation, with_columns=True, **fwd_args
+        gate_up, *rows.groups, activation=specs.activation, **how, **fwd_args
     )
     (dout_columns,) = gather_quantize(
         douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
