@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("family", choices=FAMILIES)
-    shape = "MxNxK; quantize, activation: MxK; ragged, masked: GxExNxK; ragged-wgrad: GxMxNxE"
+    shape = "MxNxK; quantize, activation: MxK; ragged, masked: GxExNxK; ragged-wgrad*: GxMxNxE"
     add("--shape", action="extend", nargs="+", default=[], help=shape)
     rows = "which rows: all; with m (or E) <= 512 or >= 1024; other sets: docs/benchmarks.md"
     add("--rows", choices=ROW_SETS, default="all", help=rows)

@@ -16,6 +16,7 @@ _FORMS = {
     "ragged": "GxExNxK",
     "masked": "GxExNxK",
     "ragged_wgrad": "GxMxNxE",
+    "ragged_wgrad_square": "GxMxNxE",
 }
 
 

@@ -39,6 +39,7 @@ _GROUPED = {
     ),
     "ragged_wgrad": ((4, 4096, 7168, 8192), (8, 7168, 2048, 4096), (16, 4096, 7168, 2048)),
 }
+_GROUPED["ragged_wgrad_square"] = _GROUPED["ragged_wgrad"]
 
 # Held out: no constant of the package was fitted to these.
 _HELD_OUT_DENSE = (
@@ -101,7 +102,7 @@ def _default_shapes(family: str, sustained: bool) -> Sequence[Shape]:
         return [Shape(m, None, k) for m, k in _QUANTIZE]
     if family == "activation":
         return [Shape(m, None, f) for m, f in _ACTIVATION]
-    if family == "wgrad":
+    if family in ("wgrad", "wgrad_square"):
         return [Shape(*shape) for shape in _WGRAD]
     return [Shape(*shape) for shape in (_DENSE_SUSTAINED if sustained else _DENSE)]
 

@@ -7,10 +7,12 @@ from benchmarks.families import expert_parallel, fsdp, mlp, moe, step
 from benchmarks.families.activation import activation_cases
 from benchmarks.families.grouped import grouped_cases
 from benchmarks.families.products import cases
+from benchmarks.families.square_wgrad import square_wgrad_cases
 from benchmarks.problem import GroupedShape, Shape
 
 GROUPED = ("ragged", "masked", "ragged-wgrad")
-TILED = ("dense", "wgrad", *GROUPED)
+SQUARE_WGRAD = ("wgrad-square", "ragged-wgrad-square")
+TILED = ("dense", "wgrad", *GROUPED, *SQUARE_WGRAD)
 LAYERS_OF_KERNELS = ("matmul", "moe", "step")  # many kernels a call, all of which count
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
@@ -30,6 +32,8 @@ def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
         return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3)
     if family == "activation":
         return activation_cases(shapes)
+    if family in SQUARE_WGRAD:
+        return square_wgrad_cases(shapes)
     name = family.replace("-", "_")
     if family in GROUPED:
         return grouped_cases(name, [s for s in shapes if isinstance(s, GroupedShape)])

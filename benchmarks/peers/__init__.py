@@ -14,12 +14,13 @@
 - lax_ragged_dot_cudnn: the same with XLA's flag for cuDNN's grouped kernels.
 - tokamax: the same of tokamax on its Mosaic GPU kernel, the best of a few configs.
 - one_gpu: the layer of one GPU alone.
+- 1d1d: of `wgrad-square` and `ragged-wgrad-square`, our kernel with 1x128 blocks on both sides.
 """
 
 NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
-    "one_gpu",
+    *("one_gpu", "1d1d"),
 )
 
 

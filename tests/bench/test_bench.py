@@ -298,8 +298,8 @@ def test_tiles_are_refused_where_there_are_none(capsys):
     with pytest.raises(SystemExit):
         benchmarks.main(["quantize", "--tile", "all"])
     assert (
-        "--tile is for dense, wgrad, ragged, masked, ragged-wgrad; got quantize"
-        in capsys.readouterr().err
+        "--tile is for dense, wgrad, ragged, masked, ragged-wgrad, wgrad-square, "
+        "ragged-wgrad-square; got quantize" in capsys.readouterr().err
     )
 
 

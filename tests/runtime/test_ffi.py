@@ -264,9 +264,7 @@ def test_instantiate_compiles_and_execute_fails_without_a_gpu(quantize_on_cpu, t
 def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"quantize: mode must be .*; got mode 9"):
         quantize_on_cpu(mode=9)
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="ragged must go with mode column, row_c"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ragged must go with mode column, row_c"):
         quantize_on_cpu(ragged=1)
     message = "swiglu_grad_quantize: mode must be row, or one of columns with ragged; got mode "
     for mode, ragged, name in ((3, 0, "block"), (1, 0, "column")):
