@@ -4,4 +4,5 @@ import sys
 
 from benchmarks import main
 
-sys.exit(main())
+if __name__ == "__main__":  # not in processes that it spawns
+    sys.exit(main())

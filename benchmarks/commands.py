@@ -33,6 +33,10 @@ def _run(arguments: Sequence[str]) -> int:
         from benchmarks.warm_deepgemm import main as warm
 
         return warm(arguments[1:])
+    if command == "tile-times":
+        from benchmarks.tile_times import main as tile_times
+
+        return tile_times(arguments[1:])
     if command == "page":
         from benchmarks.pages.fill import main as page
 

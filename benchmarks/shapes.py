@@ -166,3 +166,25 @@ def draw_shapes(family: str, num: int) -> list[Shape]:
         else:
             return []
     return shapes
+
+
+def draw_shapes_of_classes(num: int, seed: int, most: float = 1e12) -> list[Shape]:
+    """`num` dense shapes of at most `most` multiplications, as many of each class of m.
+
+    n and k are multiples of 16, 32, 64 or 128. 16 has two chances of five: k may then be a multiple
+    of 16 alone, where loads take longest.
+    """
+    chance = random.Random(f"{_SEED} {seed}")
+    classes = ((1, 16), (17, 64), (65, 256), (257, 1024), (1025, 4096), (4097, 16384))
+
+    def extent(low: int, high: int, multiple: int) -> int:
+        value = math.exp(chance.uniform(math.log(low), math.log(high)))
+        return max(multiple, round(value / multiple) * multiple)
+
+    shapes: list[Shape] = []
+    while len(shapes) < num:
+        n, k = (extent(512, 16384, chance.choice((16, 16, 32, 64, 128))) for _ in range(2))
+        shape = Shape(extent(*classes[len(shapes) % len(classes)], 1), n, k)
+        if shape.m * n * k <= most:
+            shapes.append(shape)
+    return shapes

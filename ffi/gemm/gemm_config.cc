@@ -1,6 +1,7 @@
 #include "gemm/gemm_config.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <type_traits>
 
@@ -25,7 +26,16 @@ Registers SplitRegisters(const GemmConfig& config) {
 }
 
 // Whether cuda/ptx/wgmma.cuh has a wgmma of n columns.
-bool IsWgmmaWidth(int32_t n) { return n % (n <= 64 ? 8 : n <= 128 ? 16 : 32) == 0 && n <= 192; }
+bool IsWgmmaWidth(int32_t n) {
+  return (n % 8 == 0 && n <= 128) || n == 144 || n == 160 || n == 192;
+}
+
+// Scales of rhs in a stage: of columns, or of the 128-column blocks that a tile can lie under.
+int64_t NumColumnScales(const GemmConfig& config) {
+  if (config.is_1d1d) return RoundUp(config.block_n, 32);
+  const int64_t step = std::gcd(config.block_n, 128);
+  return CeilDiv(128 - step + config.block_n, 128) > 2 ? 4 : 2;
+}
 
 bool IsInRange(const GemmConfig& c) {
   const auto is_in = [](int32_t value, int32_t min, int32_t max) {
@@ -52,7 +62,7 @@ static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 const char* BrokenRule(const GemmConfig& c) {
   // First: what follows divides by the number of wgmmas side by side.
   if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
-    return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 64, 80, 96 .. 128, 160 or 192";
+    return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 128, 144, 160 or 192";
   }
   const Grouping grouping = GroupingOf(c);
   const int64_t num_row_subs = CeilDiv(c.block_m, 64 * c.num_consumers);  // 64 rows each
@@ -70,8 +80,6 @@ const char* BrokenRule(const GemmConfig& c) {
       // 8 rows: the 128-byte swizzle repeats after them.
       {c.block_m % (8 * c.cluster_n) == 0 && c.block_n % (8 * c.cluster_m) == 0,
        "block_m / cluster_n and block_n / cluster_m must be multiples of 8"},
-      {c.block_n <= 128 || 128 % (c.block_n - 128) == 0,
-       "block_n must be at most 128, or 128 more than a divisor of 128"},
       // A stage is given back when its last batch is promoted; fewer stages would deadlock.
       {c.num_stages > CeilDiv(c.num_accums - 1, num_batches),
        "num_stages must exceed the k-blocks that num_accums batches reach over"},
@@ -131,7 +139,7 @@ int64_t DynamicSmemBytes(const GemmConfig& config) {
   bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
   const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
   bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
-  bytes = RoundUp(bytes, 128) + num_stages * (config.is_1d1d ? RoundUp(config.block_n, 32) : 2) * 4;
+  bytes = RoundUp(bytes, 128) + num_stages * NumColumnScales(config) * 4;
   bytes = RoundUp(bytes, 8) + num_stages * 16;                           // full and empty barriers
   bytes += GroupingOf(config) == Grouping::kRows ? 2 * (8 + 8 + 4) : 4;  // queue
   bytes += GroupingOf(config) == Grouping::kNone ? 4 : (3 * (kMaxGroups + 2) + 3) * 4;

@@ -41,6 +41,8 @@ struct Conditional<false, Then, Else> {
   using Type = Else;
 };
 
+__device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
 template <typename Config>
 struct Tile {
   using Ring = RingCursor<Config::kNumStages>;
@@ -81,10 +83,16 @@ struct Tile {
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabRows = 64, kSlabRowBytes = 128;
   static constexpr int kSlabBytes = kSlabRows * kSlabRowBytes;
-  // Whether a tile can lie under two 128-column blocks, and whether one wgmma can.
-  static constexpr bool kTwoBlocks = !Config::kIs1d1d && 128 % Config::kBlockN != 0;
-  static constexpr int kNumColumnBlocks = kTwoBlocks ? 2 : 1;
-  static constexpr bool kSplitSub = kTwoBlocks && 128 % Config::kSubN != 0;
+  // The most 128-column blocks that a tile can lie under: at worst it starts kColumnStep before the
+  // end of one. And whether one wgmma can lie under two.
+  static constexpr int kColumnStep = gcd(Config::kBlockN, 128);
+  static constexpr int kNumColumnBlocks =
+      Config::kIs1d1d ? 1 : ceil_div(128 - kColumnStep + Config::kBlockN, 128);
+  static constexpr bool kSplitSub = kNumColumnBlocks > 1 && 128 % Config::kSubN != 0;
+  // Scales of rhs in a stage. Mirrors NumColumnScales.
+  static constexpr int kColumnScales = Config::kIs1d1d        ? ceil_div(Config::kBlockN, 32) * 32
+                                       : kNumColumnBlocks > 2 ? 4
+                                                              : 2;
 
   struct alignas(1024) SharedStorage {
     uint8_t lhs[Config::kNumStages][kLhsBytes];
@@ -92,8 +100,7 @@ struct Tile {
     uint8_t slabs[Config::kNumConsumers]
                  [Config::kNumSlabs > 0 ? Config::kNumSlabs * kSlabBytes : 16];
     alignas(128) float lhs_scale[Config::kNumStages][kRowScales];
-    alignas(128) float rhs_scale[Config::kNumStages]
-                                [Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32 : 2];
+    alignas(128) float rhs_scale[Config::kNumStages][kColumnScales];
     alignas(8) Barrier full[Config::kNumStages];
     alignas(8) Barrier empty[Config::kNumStages];
     typename Conditional<grouping_of<Config>() == Grouping::kRows, TileQueue, Empty>::Type queue;
@@ -107,9 +114,6 @@ struct Tile {
   static_assert(kBatches % Config::kNumAccums == 0,
                 "accumulators must rotate evenly over a loop trip");
   static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "clusters are one-dimensional");
-  static_assert(Config::kBlockN <= 128 ||
-                    128 % (Config::kBlockN % 128 ? Config::kBlockN - 128 : 128) == 0,
-                "a tile may lie under at most two column blocks");
   // NOTE: with kBlockM < 64 wgmma reads 64 rows all the same: the rows behind belong to the next
   // stage or to rhs, stay inside the allocation, and only reach rows of the result that are never
   // stored.

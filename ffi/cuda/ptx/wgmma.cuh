@@ -58,16 +58,19 @@ struct Wgmma;
 #define JAX_FP8GEMM_REGS_24 JAX_FP8GEMM_REGS_20 ", %20, %21, %22, %23"
 #define JAX_FP8GEMM_REGS_28 JAX_FP8GEMM_REGS_24 ", %24, %25, %26, %27"
 #define JAX_FP8GEMM_REGS_32 JAX_FP8GEMM_REGS_28 ", %28, %29, %30, %31"
-#define JAX_FP8GEMM_REGS_40 JAX_FP8GEMM_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define JAX_FP8GEMM_REGS_48 JAX_FP8GEMM_REGS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define JAX_FP8GEMM_REGS_56 JAX_FP8GEMM_REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define JAX_FP8GEMM_REGS_64 JAX_FP8GEMM_REGS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAX_FP8GEMM_REGS_80 \
-  JAX_FP8GEMM_REGS_64       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define JAX_FP8GEMM_REGS_36 JAX_FP8GEMM_REGS_32 ", %32, %33, %34, %35"
+#define JAX_FP8GEMM_REGS_40 JAX_FP8GEMM_REGS_36 ", %36, %37, %38, %39"
+#define JAX_FP8GEMM_REGS_44 JAX_FP8GEMM_REGS_40 ", %40, %41, %42, %43"
+#define JAX_FP8GEMM_REGS_48 JAX_FP8GEMM_REGS_44 ", %44, %45, %46, %47"
+#define JAX_FP8GEMM_REGS_52 JAX_FP8GEMM_REGS_48 ", %48, %49, %50, %51"
+#define JAX_FP8GEMM_REGS_56 JAX_FP8GEMM_REGS_52 ", %52, %53, %54, %55"
+#define JAX_FP8GEMM_REGS_60 JAX_FP8GEMM_REGS_56 ", %56, %57, %58, %59"
+#define JAX_FP8GEMM_REGS_64 JAX_FP8GEMM_REGS_60 ", %60, %61, %62, %63"
+#define JAX_FP8GEMM_REGS_72 JAX_FP8GEMM_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define JAX_FP8GEMM_REGS_80 JAX_FP8GEMM_REGS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define JAX_FP8GEMM_REGS_96 \
   JAX_FP8GEMM_REGS_80       \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+      ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAX_FP8GEMM_OUTS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define JAX_FP8GEMM_OUTS_8 JAX_FP8GEMM_OUTS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define JAX_FP8GEMM_OUTS_12 JAX_FP8GEMM_OUTS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
@@ -76,22 +79,20 @@ struct Wgmma;
 #define JAX_FP8GEMM_OUTS_24 JAX_FP8GEMM_OUTS_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
 #define JAX_FP8GEMM_OUTS_28 JAX_FP8GEMM_OUTS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
 #define JAX_FP8GEMM_OUTS_32 JAX_FP8GEMM_OUTS_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define JAX_FP8GEMM_OUTS_40                                                             \
-  JAX_FP8GEMM_OUTS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), \
-      "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-#define JAX_FP8GEMM_OUTS_48                                                             \
-  JAX_FP8GEMM_OUTS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), \
-      "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define JAX_FP8GEMM_OUTS_56                                                             \
-  JAX_FP8GEMM_OUTS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), \
-      "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-#define JAX_FP8GEMM_OUTS_64                                                             \
-  JAX_FP8GEMM_OUTS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), \
-      "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define JAX_FP8GEMM_OUTS_80                                                                      \
-  JAX_FP8GEMM_OUTS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]),          \
-      "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), \
-      "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define JAX_FP8GEMM_OUTS_36 JAX_FP8GEMM_OUTS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define JAX_FP8GEMM_OUTS_40 JAX_FP8GEMM_OUTS_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define JAX_FP8GEMM_OUTS_44 JAX_FP8GEMM_OUTS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define JAX_FP8GEMM_OUTS_48 JAX_FP8GEMM_OUTS_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define JAX_FP8GEMM_OUTS_52 JAX_FP8GEMM_OUTS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define JAX_FP8GEMM_OUTS_56 JAX_FP8GEMM_OUTS_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define JAX_FP8GEMM_OUTS_60 JAX_FP8GEMM_OUTS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define JAX_FP8GEMM_OUTS_64 JAX_FP8GEMM_OUTS_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define JAX_FP8GEMM_OUTS_72                                                             \
+  JAX_FP8GEMM_OUTS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
+      "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define JAX_FP8GEMM_OUTS_80                                                             \
+  JAX_FP8GEMM_OUTS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), \
+      "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
 #define JAX_FP8GEMM_OUTS_96                                                                      \
   JAX_FP8GEMM_OUTS_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]),          \
       "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
@@ -133,10 +134,15 @@ JAX_FP8GEMM_WGMMA(40, 20, "%20", "%21", "%22")
 JAX_FP8GEMM_WGMMA(48, 24, "%24", "%25", "%26")
 JAX_FP8GEMM_WGMMA(56, 28, "%28", "%29", "%30")
 JAX_FP8GEMM_WGMMA(64, 32, "%32", "%33", "%34")
+JAX_FP8GEMM_WGMMA(72, 36, "%36", "%37", "%38")
 JAX_FP8GEMM_WGMMA(80, 40, "%40", "%41", "%42")
+JAX_FP8GEMM_WGMMA(88, 44, "%44", "%45", "%46")
 JAX_FP8GEMM_WGMMA(96, 48, "%48", "%49", "%50")
+JAX_FP8GEMM_WGMMA(104, 52, "%52", "%53", "%54")
 JAX_FP8GEMM_WGMMA(112, 56, "%56", "%57", "%58")
+JAX_FP8GEMM_WGMMA(120, 60, "%60", "%61", "%62")
 JAX_FP8GEMM_WGMMA(128, 64, "%64", "%65", "%66")
+JAX_FP8GEMM_WGMMA(144, 72, "%72", "%73", "%74")
 JAX_FP8GEMM_WGMMA(160, 80, "%80", "%81", "%82")
 JAX_FP8GEMM_WGMMA(192, 96, "%96", "%97", "%98")
 

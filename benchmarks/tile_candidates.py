@@ -1,0 +1,91 @@
+"""Tile configs to time, more than a call can choose: which of them pay is read from the times."""
+
+from collections.abc import Sequence
+
+from jax_fp8gemm._tuning.tile_config import CONFIGS, TileConfig
+
+_SMEM_BYTES = 232448  # of a CTA
+_WIDTHS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
+# rows, columns, columns of a wgmma, consumers, accumulators, slabs, cluster along m and n.
+_MIDDLE = (
+    *((64, 64, 64, 1, 2, 0, 1, 1), (64, 96, 96, 1, 2, 0, 1, 1), (64, 112, 112, 1, 2, 0, 1, 1)),
+    *((64, 144, 72, 1, 2, 0, 1, 1), (64, 160, 80, 1, 2, 0, 1, 1), (64, 192, 96, 1, 2, 0, 1, 1)),
+    *((64, 128, 64, 1, 2, 0, 2, 1), (64, 192, 96, 1, 2, 0, 2, 1), (128, 64, 64, 2, 2, 0, 2, 1)),
+    *((128, 80, 80, 2, 2, 0, 1, 1), (128, 96, 96, 2, 2, 3, 1, 1), (128, 112, 56, 2, 2, 0, 1, 1)),
+    *((128, 128, 64, 2, 2, 2, 2, 1), (128, 96, 96, 2, 2, 3, 2, 1), (192, 64, 64, 3, 2, 1, 1, 1)),
+    *((192, 96, 96, 3, 1, 3, 1, 1), (128, 160, 160, 2, 1, 5, 2, 1)),
+)
+_LARGE = (
+    *(
+        (128, 112, 112, 2, 1, 0, 1, 1),
+        (128, 144, 144, 2, 1, 0, 1, 1),
+        (128, 160, 160, 2, 1, 5, 1, 1),
+    ),
+    *((128, 160, 80, 2, 1, 5, 1, 1), (128, 176, 88, 2, 1, 0, 1, 1), (128, 112, 56, 2, 2, 0, 1, 1)),
+    *(
+        (128, 192, 96, 2, 1, 3, 1, 1),
+        (128, 208, 104, 2, 1, 0, 1, 1),
+        (128, 224, 112, 2, 1, 1, 1, 1),
+    ),
+    *((128, 240, 120, 2, 1, 0, 1, 1), (192, 96, 96, 3, 1, 3, 1, 1), (192, 112, 112, 3, 1, 0, 1, 1)),
+    *((192, 144, 72, 3, 1, 0, 1, 1), (192, 160, 80, 3, 1, 1, 1, 1), (256, 96, 96, 2, 1, 3, 1, 1)),
+    *(
+        (256, 112, 112, 2, 1, 0, 1, 1),
+        (256, 128, 128, 2, 1, 4, 1, 1),
+        (256, 160, 80, 2, 1, 0, 1, 1),
+    ),
+    *(
+        (128, 128, 128, 2, 1, 2, 2, 1),
+        (128, 160, 160, 2, 1, 5, 2, 1),
+        (128, 192, 96, 2, 1, 3, 2, 1),
+    ),
+    *(
+        (128, 208, 104, 2, 1, 0, 2, 1),
+        (128, 224, 112, 2, 1, 1, 2, 1),
+        (128, 256, 128, 2, 1, 4, 2, 1),
+    ),
+    *(
+        (128, 256, 128, 2, 1, 4, 4, 1),
+        (192, 128, 128, 3, 1, 2, 1, 2),
+        (192, 128, 128, 3, 1, 2, 2, 1),
+    ),
+    *((256, 128, 128, 2, 1, 4, 1, 2), (256, 128, 128, 2, 1, 4, 2, 1)),
+)
+
+
+def candidates(m: int) -> Sequence[TileConfig]:
+    """The configs to time for m rows of lhs."""
+    if m <= 64:
+        rows = 16 if m <= 16 else 32 if m <= 32 else 64
+        few = [_deepest(rows, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
+        return _unique((*few, *(c for c in CONFIGS if rows <= c.block_m <= 2 * rows)))
+    listed = [c for c in CONFIGS if c.block_m >= 64 and c.block_n >= 56]
+    if m <= 192:
+        return _unique((*listed, *map(_of, _MIDDLE)))
+    if m <= 1024:
+        return _unique((*listed, *map(_of, _MIDDLE), *map(_of, _LARGE)))
+    return _unique((*listed[-4:], *map(_of, _LARGE)))
+
+
+def all_candidates() -> Sequence[TileConfig]:
+    """Every config that some m has."""
+    return _unique(c for m in (1, 32, 64, 192, 512, 4096) for c in candidates(m))
+
+
+def _of(fields: Sequence[int]) -> TileConfig:
+    *tile, cluster_m, cluster_n = fields
+    return _deepest(*tile, cluster_m=cluster_m, cluster_n=cluster_n)
+
+
+def _deepest(
+    block_m: int, block_n: int, sub_n: int, consumers: int, accums: int, slabs: int, **cluster: int
+) -> TileConfig:
+    """The config with as many stages as shared memory holds beside its slabs."""
+    stage = (block_m + block_n) * 128 + (max(64, block_m) + 32) * 4 + 4 * 4 + 16
+    fixed = consumers * max(16, slabs * 8192) + 1024
+    stages = min(24, (_SMEM_BYTES - fixed) // stage)
+    return TileConfig(block_m, block_n, sub_n, consumers, accums, stages, slabs, **cluster)
+
+
+def _unique(configs) -> list[TileConfig]:
+    return list(dict.fromkeys(configs))

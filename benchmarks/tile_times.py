@@ -1,0 +1,211 @@
+"""`python -m benchmarks tile-times`: many tile configs on many shapes, for the cost model.
+
+A row has the time of each config on one shape, in microseconds: the median over rounds, each in an
+order of its own, of one call with a flush of the L2 before it. All kernels are compiled first. The
+programs of the next shapes are compiled by threads while one shape is timed.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import math
+import multiprocessing
+import os
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from benchmarks.case import GEMM_KERNEL, tile_text
+from benchmarks.problem import Shape
+from benchmarks.provenance import source_commit, versions
+from benchmarks.report import write_json
+from benchmarks.shapes import draw_shapes_of_classes, row_shapes
+from benchmarks.tile_candidates import all_candidates, candidates
+from benchmarks.timing.cupti import cupti, stop_recording
+from benchmarks.timing.queues import JaxQueue
+from jax_fp8gemm._runtime import extension, precompile
+from jax_fp8gemm._tuning.tile_config import CONFIGS, Kernel, TileConfig
+
+_FLUSH_BYTES = 1 << 28  # several times the L2
+_MOST_COMPARED = 1 << 21  # elements of a result
+_DRAWN = (1 << 22) + 1
+_MOST_VALUES = 1 << 28  # of an operand
+_AHEAD = 3  # shapes whose programs are compiled while one is timed
+_KERNEL = Kernel(
+    is_1d1d=False, lhs_e5m2=False, rhs_e5m2=False, out_f32=False, accumulate=False, num_sms=132
+)
+
+Programs = dict[TileConfig, Callable[..., jax.Array]]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tile-times", description=__doc__)
+    add = parser.add_argument
+    add("--out", required=True, metavar="FILE", help="JSON file to write")
+    add("--random", type=int, default=80, metavar="N", help="how many shapes to draw")
+    add("--seed", type=int, default=1, help="of the shapes and of the orders")
+    add("--listed", action="store_true", help="also the rows of `bench dense`, last")
+    add("--seconds", type=float, default=60, help="how long the shapes may take")
+    add("--rounds", type=int, default=4)
+    add("--jobs", type=int, default=os.cpu_count(), help="processes and threads that compile")
+    add("--compile-only", action="store_true", help="compile the kernels and end; needs no GPU")
+    arguments = parser.parse_args(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    start = time.perf_counter()
+    failed = compile_kernels(all_candidates(), arguments.jobs)
+    print(f"tile-times: kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n")
+    if arguments.compile_only:
+        return 1 if failed else 0
+    reason = extension.unavailable_reason()
+    if reason is not None:
+        print(f"tile-times: must run where our kernels do; got: {reason}")
+        return 1
+    shapes = draw_shapes_of_classes(arguments.random, arguments.seed)
+    if arguments.listed:
+        shapes = [*shapes, *row_shapes("dense")]
+    rows: list[dict[str, Any]] = []
+    head = _head(arguments)
+    try:
+        for row in time_shapes(shapes, arguments):
+            rows.append(row)
+            write_json(pathlib.Path(arguments.out), head | {"rows": rows})
+    finally:
+        stop_recording()
+    print(f"tile-times: {len(rows)} shapes in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+def compile_kernels(configs: Sequence[TileConfig], jobs: int) -> list[str]:
+    """Compiles the kernels in processes. Returns what is wrong with some of them."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        return [reason for reason in pool.map(_compile_kernel, configs) if reason]
+
+
+def _compile_kernel(config: TileConfig) -> str:
+    try:
+        report = precompile.compile_gemm(config.attributes(**_KERNEL))
+    except (ValueError, RuntimeError) as error:
+        return f"{tile_text(config)}: {error}"
+    return f"{report.name}: spills" if report.spill_bytes or report.warnings else ""
+
+
+def time_shapes(shapes: Sequence[Shape], how: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the row of each shape while there is time."""
+    end = time.perf_counter() + how.seconds
+    pools, order = _draw_values(), random.Random(how.seed)
+    queue = JaxQueue(_FLUSH_BYTES)
+    with concurrent.futures.ThreadPoolExecutor(how.jobs) as threads:
+        ahead = [_programs(shape, threads) for shape in shapes[:_AHEAD]]
+        for i, shape in enumerate(shapes):
+            if time.perf_counter() > end:
+                return
+            if i + _AHEAD < len(shapes):
+                ahead.append(_programs(shapes[i + _AHEAD], threads))
+            programs = {c: future.result() for c, future in ahead[i].items()}
+            ahead[i] = {}
+            operands = _operands(shape, pools)
+            us = time_programs(programs, operands, queue, how.rounds, order)
+            row = {"m": shape.m, "n": shape.n, "k": shape.k, "us": us}
+            if shape.m * (shape.n or 0) <= _MOST_COMPARED:
+                wrong = [tile_text(c) for c in differing(programs, operands)]
+                row |= {"wrong": wrong} if wrong else {}
+            yield row
+
+
+def _programs(shape: Shape, threads: concurrent.futures.Executor) -> dict[TileConfig, Any]:
+    """Lowers the product with each config, and compiles it in a thread.
+
+    It calls the kernel without the primitive, whose lowering takes several times longer.
+    """
+    operands = [jax.ShapeDtypeStruct(s, d) for s, d in _operand_types(shape)]
+    row_major, column_major = (0, 1), (1, 0)
+    futures = {}
+    for config in candidates(shape.m):
+        multiply = jax.ffi.ffi_call(
+            extension.GEMM_TARGET,
+            jax.ShapeDtypeStruct((shape.m, shape.n or 0), jnp.bfloat16),
+            input_layouts=[row_major, column_major, row_major, row_major],
+            output_layouts=row_major,
+        )
+        attributes = config.attributes(**_KERNEL)
+
+        # lhs_scale is (k / 128, m), as the kernel reads it.
+        def run(lhs, lhs_scale, rhs, rhs_scale, multiply=multiply, attributes=attributes):
+            return multiply(lhs, lhs_scale.T, rhs, rhs_scale, config=attributes)
+
+        futures[config] = threads.submit(jax.jit(run).lower(*operands).compile)
+    return futures
+
+
+def _operand_types(shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
+    m, n, k = shape.m, shape.n or 0, shape.k
+    kb = -(-k // 128)
+    values, scale = ml_dtypes.float8_e4m3fn, np.float32
+    return [((m, k), values), ((kb, m), scale), ((n, k), values), ((-(-n // 128), kb), scale)]
+
+
+def _draw_values() -> tuple[np.ndarray, np.ndarray]:
+    """As many e4m3 values as an operand may have, and scales. Few are drawn."""
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(_DRAWN, np.float32) * 100).clip(-448, 448)
+    values = values.astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.005, 0.02, _DRAWN).astype(np.float32)
+    return np.resize(values, _MOST_VALUES), np.resize(scales, _MOST_VALUES // 128)
+
+
+def _operands(shape: Shape, pools: tuple[np.ndarray, np.ndarray]) -> list[jax.Array]:
+    pool_of = {pool.dtype: pool for pool in pools}
+    types = [(dims, pool_of[np.dtype(dtype)]) for dims, dtype in _operand_types(shape)]
+    return [jax.device_put(pool[: math.prod(dims)].reshape(dims)) for dims, pool in types]
+
+
+def time_programs(
+    programs: Programs,
+    operands: Sequence[jax.Array],
+    queue: JaxQueue,
+    num_rounds: int,
+    order: random.Random,
+) -> dict[str, float]:
+    """The median time of each program, in microseconds. The first round warms up."""
+    samples: dict[TileConfig, list[float]] = {config: [] for config in programs}
+    for i in range(num_rounds + 1):
+        configs = list(programs)
+        order.shuffle(configs)
+        with cupti().record() as activities:
+            for config in configs:
+                queue.flush("write")
+                queue.launch(lambda config=config: programs[config](*operands))
+            queue.wait()
+        times = [activity.us for activity in activities if GEMM_KERNEL in activity.name]
+        if i:
+            for config, us in zip(configs, times, strict=True):
+                samples[config].append(us)
+    return {tile_text(c): round(statistics.median(us), 2) for c, us in samples.items()}
+
+
+def differing(programs: Programs, operands: Sequence[jax.Array]) -> list[TileConfig]:
+    """The configs whose bits are not those of the first config that a call can choose."""
+    bits = {c: np.asarray(run(*operands)).view(np.uint16) for c, run in programs.items()}
+    expected = next(bits[c] for c in bits if c in CONFIGS)
+    return [c for c, found in bits.items() if not np.array_equal(found, expected)]
+
+
+def _head(how: argparse.Namespace) -> dict[str, Any]:
+    """What the file says of the whole run."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        **source_commit(),
+        "versions": versions(),
+        "rounds": how.rounds,
+        "seed": how.seed,
+    }
