@@ -123,26 +123,25 @@ struct Batches {
     wgmma_pin(d);
     if constexpr (Config::kIs1d1d) {
       promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
-    } else if constexpr (Tile::kNumColumnBlocks == 1) {
-      promote_1d2d(sums, d, block.scale[0][mi]);
-    } else {
-      // The batch begins under the first, the second or the third block.
+    } else if constexpr (Tile::kNumColumnBlocks == 3) {
+      // The batch lies under two blocks that follow each other: of three, the last two, if it
+      // begins behind the first. Where it begins in the third, both are that one.
       const int distance = boundary - ni * Config::kSubN;
-      const bool is_second = distance <= 0;
-      const bool is_third = Tile::kNumColumnBlocks == 3 && distance <= -128;
+      const bool is_behind = distance <= 0, is_third = distance <= -128;
       float former[2], latter[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float second = block.scale[1][mi][half];
-        const float last = block.scale[Tile::kNumColumnBlocks - 1][mi][half];
-        former[half] = is_third ? last : is_second ? second : block.scale[0][mi][half];
-        latter[half] = is_second ? last : second;
+        const float second = block.scale[1][mi][half], third = block.scale[2][mi][half];
+        former[half] = is_third ? third : is_behind ? second : block.scale[0][mi][half];
+        latter[half] = is_behind ? third : second;
       }
-      if constexpr (Tile::kSplitSub) {
-        promote_1d2d_split(sums, d, former, latter, is_second ? distance + 128 : distance);
-      } else {
-        promote_1d2d(sums, d, former);
-      }
+      promote_1d2d_split(sums, d, former, latter, is_behind ? distance + 128 : distance);
+    } else if constexpr (Tile::kSplitSub) {
+      promote_1d2d_split(sums, d, block.scale[0][mi], block.scale[1][mi],
+                         boundary - ni * Config::kSubN);
+    } else {
+      const bool is_latter = Tile::kNumColumnBlocks > 1 && ni * Config::kSubN >= boundary;
+      promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
     }
   }
 
