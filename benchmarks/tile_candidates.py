@@ -59,12 +59,12 @@ def candidates(m: int) -> Sequence[TileConfig]:
         rows = 16 if m <= 16 else 32 if m <= 32 else 64
         few = [_deepest(rows, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
         return _unique((*few, *(c for c in CONFIGS if rows <= c.block_m <= 2 * rows)))
-    listed = [c for c in CONFIGS if c.block_m >= 64 and c.block_n >= 56]
+    listed = [c for c in CONFIGS if c.block_m >= 64]
     if m <= 192:
         return _unique((*listed, *map(_of, _MIDDLE)))
     if m <= 1024:
         return _unique((*listed, *map(_of, _MIDDLE), *map(_of, _LARGE)))
-    return _unique((*listed[-4:], *map(_of, _LARGE)))
+    return _unique((*listed, *map(_of, _LARGE)))
 
 
 def all_candidates() -> Sequence[TileConfig]:
