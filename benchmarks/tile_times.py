@@ -15,7 +15,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.case import GEMM_KERNEL, tile_text
+from benchmarks.peers.dense import peer_calls
 from benchmarks.problem import Shape
 from benchmarks.provenance import source_commit, versions
 from benchmarks.report import write_json
@@ -31,6 +32,7 @@ from benchmarks.shapes import draw_shapes_of_classes, row_shapes
 from benchmarks.tile_candidates import all_candidates, candidates
 from benchmarks.timing.cupti import cupti, stop_recording
 from benchmarks.timing.queues import JaxQueue
+from benchmarks.timing.timer import Call, sample_flushed, warm_up
 from jax_fp8gemm._runtime import extension, precompile
 from jax_fp8gemm._tuning.tile_config import CONFIGS, Kernel, TileConfig
 
@@ -52,6 +54,14 @@ def main(argv: Sequence[str]) -> int:
     add("--out", required=True, metavar="FILE", help="JSON file to write")
     add("--random", type=int, default=80, metavar="N", help="how many shapes to draw")
     add("--seed", type=int, default=1, help="of the shapes and of the orders")
+    add(
+        "--suite-random",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows of `bench dense --rows random`",
+    )
+    add("--peers", help="comma-separated names of peers to time in the same rounds")
     add("--listed", action="store_true", help="also the rows of `bench dense`, last")
     add("--seconds", type=float, default=60, help="how long the shapes may take")
     add("--rounds", type=int, default=4)
@@ -69,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"tile-times: must run where our kernels do; got: {reason}")
         return 1
     shapes = draw_shapes_of_classes(arguments.random, arguments.seed)
+    shapes += row_shapes("dense", "random", num_random=arguments.suite_random)
     if arguments.listed:
         shapes = [*shapes, *row_shapes("dense")]
     rows: list[dict[str, Any]] = []
@@ -113,8 +124,10 @@ def time_shapes(shapes: Sequence[Shape], how: argparse.Namespace) -> Iterator[di
             programs = {c: future.result() for c, future in ahead[i].items()}
             ahead[i] = {}
             operands = _operands(shape, pools)
-            us = time_programs(programs, operands, queue, how.rounds, order)
+            peers = _peers(shape, how.peers.split(",") if how.peers else ())
+            us, peers_us = time_programs(programs, operands, peers, queue, how.rounds, order)
             row = {"m": shape.m, "n": shape.n, "k": shape.k, "us": us}
+            row |= {"peers": peers_us} if peers_us else {}
             if shape.m * (shape.n or 0) <= _MOST_COMPARED:
                 wrong = [tile_text(c) for c in differing(programs, operands)]
                 row |= {"wrong": wrong} if wrong else {}
@@ -146,6 +159,20 @@ def _programs(shape: Shape, threads: concurrent.futures.Executor) -> dict[TileCo
     return futures
 
 
+def _peers(shape: Shape, names: Sequence[str]) -> dict[str, Call]:
+    """The peers' calls; without those that refuse the shape."""
+    calls: dict[str, Call] = {}
+    for name in names:
+        try:
+            call = peer_calls(shape, is_1d1d=False)[name]()
+            warm_up(call)
+        except Exception as error:  # other people's code
+            print(f"tile-times: {shape}: {name}: {error}")
+        else:
+            calls[name] = call
+    return calls
+
+
 def _operand_types(shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
     m, n, k = shape.m, shape.n or 0, shape.k
     kb = -(-k // 128)
@@ -171,11 +198,13 @@ def _operands(shape: Shape, pools: tuple[np.ndarray, np.ndarray]) -> list[jax.Ar
 def time_programs(
     programs: Programs,
     operands: Sequence[jax.Array],
+    peers: Mapping[str, Call],
     queue: JaxQueue,
     num_rounds: int,
     order: random.Random,
-) -> dict[str, float]:
-    """The median time of each program, in microseconds. The first round warms up."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The median time of each program and peer, in microseconds. The first round warms up."""
+    of_peers: dict[str, list[float]] = {name: [] for name in peers}
     samples: dict[TileConfig, list[float]] = {config: [] for config in programs}
     for i in range(num_rounds + 1):
         configs = list(programs)
@@ -189,7 +218,12 @@ def time_programs(
         if i:
             for config, us in zip(configs, times, strict=True):
                 samples[config].append(us)
-    return {tile_text(c): round(statistics.median(us), 2) for c, us in samples.items()}
+        for name, call in peers.items():
+            us = sample_flushed(call, 1).us
+            of_peers[name] += us if i else []
+    median = lambda us: round(statistics.median(us), 2)
+    us = {tile_text(config): median(of_config) for config, of_config in samples.items()}
+    return us, {name: median(of_peer) for name, of_peer in of_peers.items()}
 
 
 def differing(programs: Programs, operands: Sequence[jax.Array]) -> list[TileConfig]:

@@ -32,8 +32,9 @@ struct Batches {
   uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
   typename Tile::Ring ring;
   KBlock blocks[Tile::kGroup];
-  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
-  float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
+  uint32_t lhs_stage, rhs_stage;               // descriptors of the k-block that was read last
+  float rhs_columns[Tile::kSubRegs / 2];       // 1d1d: scales of this thread's columns of one batch
+  float part_scale[Tile::kNumColumnParts][2];  // see select_scales
   float accum[Config::kNumAccums][Tile::kSubRegs];
   float promoted[Tile::kMSubs][Config::kBlockN / 2];
 
@@ -123,22 +124,8 @@ struct Batches {
     wgmma_pin(d);
     if constexpr (Config::kIs1d1d) {
       promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
-    } else if constexpr (Tile::kNumColumnBlocks == 3) {
-      // The batch lies under two blocks that follow each other: of three, the last two, if it
-      // begins behind the first. Where it begins in the third, both are that one.
-      const int distance = boundary - ni * Config::kSubN;
-      const bool is_behind = distance <= 0, is_third = distance <= -128;
-      float former[2], latter[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float second = block.scale[1][mi][half], third = block.scale[2][mi][half];
-        former[half] = is_third ? third : is_behind ? second : block.scale[0][mi][half];
-        latter[half] = is_behind ? third : second;
-      }
-      promote_1d2d_split(sums, d, former, latter, is_behind ? distance + 128 : distance);
     } else if constexpr (Tile::kSplitSub) {
-      promote_1d2d_split(sums, d, block.scale[0][mi], block.scale[1][mi],
-                         boundary - ni * Config::kSubN);
+      promote_1d2d_parts<Tile::kPartColumns>(sums, d, part_scale);
     } else {
       const bool is_latter = Tile::kNumColumnBlocks > 1 && ni * Config::kSubN >= boundary;
       promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
@@ -155,6 +142,30 @@ struct Batches {
       const float2 pair = *reinterpret_cast<const float2*>(&scale[8 * j + 2 * (lane % 4)]);
       rhs_columns[2 * j] = pair.x;
       rhs_columns[2 * j + 1] = pair.y;
+    }
+  }
+
+  // 1d2d, where a batch may lie under several column blocks: selects the scales of its columns.
+  // NOTE: this is done, and pinned, while the batch is multiplied. After it, the selections took
+  // 250 cycles of a k-block of 144 columns, in which the consumer had no batch on the tensor cores.
+  __device__ __forceinline__ void select_scales(int batch, int boundary) {
+    if constexpr (Tile::kSplitSub) {
+      const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
+      const KBlock& block = blocks[batch / Tile::kSubs];
+#pragma unroll
+      for (int part = 0; part < Tile::kNumColumnParts; ++part) {
+        const int column = ni * Config::kSubN + part * Tile::kPartColumns;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float scale = block.scale[0][mi][half];
+#pragma unroll
+          for (int i = 1; i < Tile::kNumColumnBlocks; ++i) {
+            scale = column < boundary + (i - 1) * 128 ? scale : block.scale[i][mi][half];
+          }
+          asm volatile("" : "+f"(scale));
+          part_scale[part][half] = scale;
+        }
+      }
     }
   }
 

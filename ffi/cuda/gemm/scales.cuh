@@ -86,16 +86,13 @@ __device__ __forceinline__ void promote_1d2d(float* promoted, const float (&accu
   for (int i = 0; i < kRegs; ++i) promoted[i] = __fmaf_rn(scale[i / 2 % 2], accum[i], promoted[i]);
 }
 
-// Promotes them where the boundary of two column blocks falls inside: columns from `boundary` on
-// have the second scales.
-template <int kRegs>
-__device__ __forceinline__ void promote_1d2d_split(float* promoted, const float (&accum)[kRegs],
-                                                   const float (&former)[2],
-                                                   const float (&latter)[2], int boundary) {
+// Promotes them where column blocks meet inside: kColumns columns each have the scales of a part.
+template <int kColumns, int kRegs>
+__device__ __forceinline__ void promote_1d2d_parts(float* promoted, const float (&accum)[kRegs],
+                                                   const float (&scale)[2 * kRegs / kColumns][2]) {
 #pragma unroll
   for (int i = 0; i < kRegs; ++i) {
-    const float scale = i / 4 * 8 < boundary ? former[i / 2 % 2] : latter[i / 2 % 2];
-    promoted[i] = __fmaf_rn(scale, accum[i], promoted[i]);
+    promoted[i] = __fmaf_rn(scale[i / 4 * 8 / kColumns][i / 2 % 2], accum[i], promoted[i]);
   }
 }
 

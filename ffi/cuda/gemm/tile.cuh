@@ -89,6 +89,9 @@ struct Tile {
   static constexpr int kNumColumnBlocks =
       Config::kIs1d1d ? 1 : ceil_div(128 - kColumnStep + Config::kBlockN, 128);
   static constexpr bool kSplitSub = kNumColumnBlocks > 1 && 128 % Config::kSubN != 0;
+  // Parts of such a wgmma, each under one block.
+  static constexpr int kPartColumns = gcd(Config::kSubN, kColumnStep);
+  static constexpr int kNumColumnParts = kSplitSub ? Config::kSubN / kPartColumns : 1;
   // Scales of rhs in a stage. Mirrors NumColumnScales.
   static constexpr int kColumnScales = Config::kIs1d1d        ? ceil_div(Config::kBlockN, 32) * 32
                                        : kNumColumnBlocks > 2 ? 4
