@@ -8,8 +8,6 @@ programs of the next shapes are compiled by threads while one shape is timed.
 import argparse
 import concurrent.futures
 import datetime
-import math
-import multiprocessing
 import os
 import pathlib
 import random
@@ -19,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from benchmarks.case import GEMM_KERNEL, tile_text
@@ -29,22 +25,17 @@ from benchmarks.problem import Shape
 from benchmarks.provenance import source_commit, versions
 from benchmarks.report import write_json
 from benchmarks.shapes import draw_shapes_of_classes, row_shapes
-from benchmarks.tile_candidates import all_candidates, candidates
+from benchmarks.tile_candidates import all_candidates
+from benchmarks.tile_programs import compile_kernels, draw_values, operands_of, programs_of
 from benchmarks.timing.cupti import cupti, stop_recording
 from benchmarks.timing.queues import JaxQueue
 from benchmarks.timing.timer import Call, sample_flushed, warm_up
-from jax_fp8gemm._runtime import extension, precompile
-from jax_fp8gemm._tuning.tile_config import CONFIGS, Kernel, TileConfig
+from jax_fp8gemm._runtime import extension
+from jax_fp8gemm._tuning.tile_config import CONFIGS, TileConfig
 
 _FLUSH_BYTES = 1 << 28  # several times the L2
 _MOST_COMPARED = 1 << 21  # elements of a result
-_DRAWN = (1 << 22) + 1
-_MOST_VALUES = 1 << 28  # of an operand
 _AHEAD = 3  # shapes whose programs are compiled while one is timed
-_KERNEL = Kernel(
-    is_1d1d=False, lhs_e5m2=False, rhs_e5m2=False, out_f32=False, accumulate=False, num_sms=132
-)
-
 Programs = dict[TileConfig, Callable[..., jax.Array]]
 
 
@@ -94,36 +85,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def compile_kernels(configs: Sequence[TileConfig], jobs: int) -> list[str]:
-    """Compiles the kernels in processes. Returns what is wrong with some of them."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        return [reason for reason in pool.map(_compile_kernel, configs) if reason]
-
-
-def _compile_kernel(config: TileConfig) -> str:
-    try:
-        report = precompile.compile_gemm(config.attributes(**_KERNEL))
-    except (ValueError, RuntimeError) as error:
-        return f"{tile_text(config)}: {error}"
-    return f"{report.name}: spills" if report.spill_bytes or report.warnings else ""
-
-
 def time_shapes(shapes: Sequence[Shape], how: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the row of each shape while there is time."""
     end = time.perf_counter() + how.seconds
-    pools, order = _draw_values(), random.Random(how.seed)
+    pools, order = draw_values(), random.Random(how.seed)
     queue = JaxQueue(_FLUSH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(how.jobs) as threads:
-        ahead = [_programs(shape, threads) for shape in shapes[:_AHEAD]]
+        ahead = [programs_of(shape, threads) for shape in shapes[:_AHEAD]]
         for i, shape in enumerate(shapes):
             if time.perf_counter() > end:
                 return
             if i + _AHEAD < len(shapes):
-                ahead.append(_programs(shapes[i + _AHEAD], threads))
+                ahead.append(programs_of(shapes[i + _AHEAD], threads))
             programs = {c: future.result() for c, future in ahead[i].items()}
             ahead[i] = {}
-            operands = _operands(shape, pools)
+            operands = operands_of(shape, pools)
             peers = _peers(shape, how.peers.split(",") if how.peers else ())
             us, peers_us = time_programs(programs, operands, peers, queue, how.rounds, order)
             row = {"m": shape.m, "n": shape.n, "k": shape.k, "us": us}
@@ -132,31 +108,6 @@ def time_shapes(shapes: Sequence[Shape], how: argparse.Namespace) -> Iterator[di
                 wrong = [tile_text(c) for c in differing(programs, operands)]
                 row |= {"wrong": wrong} if wrong else {}
             yield row
-
-
-def _programs(shape: Shape, threads: concurrent.futures.Executor) -> dict[TileConfig, Any]:
-    """Lowers the product with each config, and compiles it in a thread.
-
-    It calls the kernel without the primitive, whose lowering takes several times longer.
-    """
-    operands = [jax.ShapeDtypeStruct(s, d) for s, d in _operand_types(shape)]
-    row_major, column_major = (0, 1), (1, 0)
-    futures = {}
-    for config in candidates(shape.m):
-        multiply = jax.ffi.ffi_call(
-            extension.GEMM_TARGET,
-            jax.ShapeDtypeStruct((shape.m, shape.n or 0), jnp.bfloat16),
-            input_layouts=[row_major, column_major, row_major, row_major],
-            output_layouts=row_major,
-        )
-        attributes = config.attributes(**_KERNEL)
-
-        # lhs_scale is (k / 128, m), as the kernel reads it.
-        def run(lhs, lhs_scale, rhs, rhs_scale, multiply=multiply, attributes=attributes):
-            return multiply(lhs, lhs_scale.T, rhs, rhs_scale, config=attributes)
-
-        futures[config] = threads.submit(jax.jit(run).lower(*operands).compile)
-    return futures
 
 
 def _peers(shape: Shape, names: Sequence[str]) -> dict[str, Call]:
@@ -171,28 +122,6 @@ def _peers(shape: Shape, names: Sequence[str]) -> dict[str, Call]:
         else:
             calls[name] = call
     return calls
-
-
-def _operand_types(shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
-    m, n, k = shape.m, shape.n or 0, shape.k
-    kb = -(-k // 128)
-    values, scale = ml_dtypes.float8_e4m3fn, np.float32
-    return [((m, k), values), ((kb, m), scale), ((n, k), values), ((-(-n // 128), kb), scale)]
-
-
-def _draw_values() -> tuple[np.ndarray, np.ndarray]:
-    """As many e4m3 values as an operand may have, and scales. Few are drawn."""
-    rng = np.random.default_rng(0)
-    values = (rng.standard_normal(_DRAWN, np.float32) * 100).clip(-448, 448)
-    values = values.astype(ml_dtypes.float8_e4m3fn)
-    scales = rng.uniform(0.005, 0.02, _DRAWN).astype(np.float32)
-    return np.resize(values, _MOST_VALUES), np.resize(scales, _MOST_VALUES // 128)
-
-
-def _operands(shape: Shape, pools: tuple[np.ndarray, np.ndarray]) -> list[jax.Array]:
-    pool_of = {pool.dtype: pool for pool in pools}
-    types = [(dims, pool_of[np.dtype(dtype)]) for dims, dtype in _operand_types(shape)]
-    return [jax.device_put(pool[: math.prod(dims)].reshape(dims)) for dims, pool in types]
 
 
 def time_programs(

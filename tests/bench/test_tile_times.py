@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from ext_program import run
 
-from benchmarks import tile_times
+from benchmarks import tile_programs, tile_times
 from benchmarks.case import tile_text
 from benchmarks.shapes import draw_shapes_of_classes
 from benchmarks.tile_candidates import all_candidates, candidates
@@ -45,7 +45,7 @@ def fake_device(monkeypatch):
 
         return {c: threads.submit(make, c) for c in candidates(shape.m)}
 
-    monkeypatch.setattr(tile_times, "_programs", programs)
+    monkeypatch.setattr(tile_times, "programs_of", programs)
     monkeypatch.setattr(tile_times, "cupti", lambda: cupti)
     monkeypatch.setattr(tile_times, "_FLUSH_BYTES", 1024)
     monkeypatch.setattr(tile_times, "compile_kernels", lambda configs, jobs: [])
@@ -88,7 +88,7 @@ def test_candidates_hold_what_a_call_chooses(m):
 
 def test_every_candidate_has_a_kernel():
     """The config is accepted, and then there is no NVRTC to compile it."""
-    configs = [dict(c.attributes(**tile_times._KERNEL)) for c in all_candidates()]
+    configs = [dict(c.attributes(**tile_programs.KERNEL)) for c in all_candidates()]
     code = f"""
         for config in {[{k: int(v) for k, v in c.items()} for c in configs]}:
             try:
