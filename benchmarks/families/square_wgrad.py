@@ -85,5 +85,5 @@ def _build(shape: Shape, accumulate: bool, is_square: bool) -> Call:
 
 
 def _multiply(lhs: Any, rhs: Any, *sizes: jax.Array, accumulate_into: Any = None) -> jax.Array:
-    product = grouped_wgrad if sizes else gemm
+    product: Any = grouped_wgrad if sizes else gemm
     return product(lhs, rhs, *sizes, jnp.float32, accum=accumulate_into)

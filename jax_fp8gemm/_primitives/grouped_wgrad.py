@@ -163,9 +163,8 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool
         out_f32=out_dtype == jnp.float32,
         accumulate=bool(accum),
     )
-    extents = m, n + pad_n
+    extents = (n + pad_n, m) if is_2d1d else (m, n + pad_n)
     if is_2d1d:
-        extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     num_sms = extension.num_sms()
     config = choose.choose_grouped(*extents, t, g, **spec, num_sms=num_sms).attributes(

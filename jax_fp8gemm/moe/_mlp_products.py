@@ -102,7 +102,7 @@ def down_product(
     down = specs.down
     args = quantize_args(down, down.recipe.fwd)
     activation = specs.activation
-    how = dict(with_columns=with_columns, column_block=down.recipe.wgrad_lhs_block)
+    how: dict[str, Any] = dict(with_columns=with_columns, column_block=down.recipe.wgrad_lhs_block)
     h, h_columns = swiglu_quantize(gate_up, *groups, activation=activation, **how, **args)
     out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
     return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 activations = pytest.mark.parametrize("activation", OTHERS, ids=NAMES)
 directions = pytest.mark.parametrize("is_grad", (False, True), ids=("h", "grad"))
-# Of activation.cuh: 2^-18, and five roundings more. The magnitudes of `truth` are four times as large
-# in the tails of gelu and gelu_tanh, where activation.cuh says 2^-16.
+# Of activation.cuh: 2^-18, and five roundings more. The magnitudes of `truth` are four times as
+# large in the tails of gelu and gelu_tanh, where activation.cuh says 2^-16.
 ELEMENT_ERROR = 5e-6
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ def _down_gradient(
     if spec.rhs_dtype is None:
         return None
     fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
-    how = dict(with_columns=True, column_block=spec.recipe.wgrad_lhs_block)
+    how: dict[str, Any] = dict(with_columns=True, column_block=spec.recipe.wgrad_lhs_block)
     _, h_columns = swiglu_quantize(
         gate_up, *rows.groups, activation=specs.activation, **how, **fwd_args
     )
