@@ -60,6 +60,8 @@ def add_options(parser):
     add("--length", type=int, help="tokens of a sequence")
     add("--attention", choices=("xla", "cudnn"), help="cudnn is faster, for GPUs")
     add("--micro-batches", type=int, default=1, help="parts of a batch, one after another")
+    each = "quantise weights in each part of a batch, not once a step: the same bits"
+    add("--quantize-each", dest="quantizes_once", action="store_false", help=each)
     add("--data", type=pathlib.Path, help="a file or a folder; else the library's sources")
     add("--mesh", type=make_mesh, help="such as fsdp=2,expert=4")
     add("--save-every", type=int, default=500, help="steps between checkpoints")

@@ -33,6 +33,7 @@ class Options:
     length: int | None = None
     attention: str | None = None
     micro_batches: int = 1
+    quantizes_once: bool = True
     data: pathlib.Path | None = None
     mesh: jax.sharding.Mesh | None = None
     save_every: int = 500
@@ -69,7 +70,8 @@ def train(options: Options) -> bool:
     """
     sizes = options.sizes
     text = Text(options.data, sizes.length, sizes.batch, options.seed)
-    code = program(sizes, options.recipe, options.steps, options.micro_batches, options.mesh)
+    how = options.micro_batches, options.mesh, options.quantizes_once
+    code = program(sizes, options.recipe, options.steps, *how)
     total, active, flop = count(sizes, code.shapes.params)
     identity = options.identity(text)
     print(f"{options.size}: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M for each token")

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from model import LanguageModel, Size
 
-from jax_fp8gemm import moe
+from jax_fp8gemm import Recipe, master_weights, moe
+from jax_fp8gemm import nnx as fp8
 from jax_fp8gemm.nnx import BalanceBias
 
 BALANCE_RATE = 1e-3  # as DeepSeek-V3's
@@ -34,10 +35,20 @@ class Program:
       steps: of the whole run, for the schedule of the learning rate.
       micro_batches: parts of a batch, one after another; their gradients are added in f32.
       mesh: None, or a mesh with the axes "fsdp" and "expert".
+      quantizes_once: whether weights are quantised before the parts, not in each. No bit differs.
     """
 
-    def __init__(self, size: Size, recipe, steps: int, micro_batches: int, mesh=None):
+    def __init__(
+        self,
+        size: Size,
+        recipe,
+        steps: int,
+        micro_batches: int,
+        mesh=None,
+        quantizes_once: bool = True,
+    ):
         self.mesh, self.micro_batches = mesh, micro_batches
+        self.quantizes_once = quantizes_once and isinstance(recipe, Recipe)  # not a control
         one = SingleDeviceSharding(jax.devices()[0])
         self.axes = one if mesh is None else NamedSharding(mesh, P(("fsdp", "expert")))
         model = lambda key: nnx.split(
@@ -83,18 +94,30 @@ class Program:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean(), loads
 
+    def _quantized(self, state: State):
+        model = nnx.merge(self.graph, nnx.State(state.params), nnx.State(state.biases))
+        fp8.quantize_weights(model)
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
     def _step(self, state: State, tokens):
-        gradient = jax.value_and_grad(self._loss, has_aux=True)
+        weights = self._quantized(state) if self.quantizes_once else state.params
+
+        def gradient(tokens):
+            run = jax.value_and_grad(self._loss, has_aux=True)
+            losses, gradients = run(weights, state, tokens)
+            # Those of a kernel that was cast to bf16 before it was quantised are bf16.
+            as_params = lambda g, w: g.astype(w.dtype)
+            return losses, jax.tree.map(as_params, master_weights(gradients), state.params)
 
         def add(total, tokens):
-            return jax.tree.map(jnp.add, total, gradient(state.params, state, tokens)), None
+            return jax.tree.map(jnp.add, total, gradient(tokens)), None
 
         # (micro_batches, batch / micro_batches, length + 1): a part has sequences of all devices.
         parts = tokens.reshape(-1, self.micro_batches, tokens.shape[1]).swapaxes(0, 1)
         if self.micro_batches == 1:
-            sums = gradient(state.params, state, tokens)
+            sums = gradient(tokens)
         else:
-            zeros = jax.eval_shape(gradient, state.params, state, parts[0])
+            zeros = jax.eval_shape(gradient, parts[0])
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
             sums, _ = jax.lax.scan(add, zeros, parts)
         (loss, loads), gradients = sums

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.export
@@ -156,6 +156,7 @@ def check_quantized_weight(op: str, name: str, w: QuantizedWeight) -> None:
     """Raises with a sentence if `w` breaks the invariants of a QuantizedWeight."""
     weight = checks.check_array(op, f"{name}.weight", w.weight)
     checks.check_dtype(op, f"{name}.weight", weight, formats.FLOAT_DTYPES)
+    _check_static(op, name, w.recipe, w.contracting)
     if w.scaled is None:
         return
     check_scaled_array(op, f"{name}.scaled", w.scaled)
@@ -167,6 +168,17 @@ def check_quantized_weight(op: str, name: str, w: QuantizedWeight) -> None:
             f"{list(expected)}; got {name}.weight {checks.short_type(weight)}, {name}.scaled "
             f"{checks.short_type(w.scaled)} with block {w.scaled.block}. Quantise again with "
             f"quantize_weight({name}.weight)."
+        )
+
+
+def _check_static(op: str, name: str, recipe: Any, contracting: Any) -> None:
+    dims = cast(tuple[Any, ...], contracting) if isinstance(contracting, tuple) else ()
+    is_from_end = all(isinstance(d, int) and d < 0 for d in dims)
+    if not isinstance(recipe, Recipe) or not dims or not is_from_end:
+        raise TypeError(
+            f"{op}: {name}.recipe must be a Recipe, and {name}.contracting a tuple of dimensions "
+            f"below 0; got {checks.short_repr(recipe)}, {checks.short_repr(contracting)}. Make "
+            f"{name} with quantize_weight."
         )
 
 

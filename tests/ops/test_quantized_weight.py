@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import without_annotation_checks
 from jax import lax
 
 import jax_fp8gemm
@@ -306,6 +307,10 @@ def test_sentences(call, message):
     ("call", "message"),
     [
         (lambda w: matmul(w, w), r"matmul: lhs must be an array; got QuantizedWeight"),
+        (
+            lambda w: matmul(random(M, K), QuantizedWeight(None, None)),
+            r"matmul: rhs.weight must be an array; got NoneType",
+        ),
         (lambda w: quantize_weight(w), r"quantize_weight: w must be an array; got Quantized"),
         (
             lambda w: quantize_weight(jnp.ones((2, 2), jnp.int32)),
@@ -316,6 +321,16 @@ def test_sentences(call, message):
 def test_sentences_of_types(call, message):
     with pytest.raises(TypeError, match=message):
         call(quantize_weight(random(K, K)))
+
+
+def test_sentences_of_static_parts():
+    w, static = quantize_weight(random(K, N)), (("hybrid", (-2,)), (BF16, -2), (BF16, (0,)))
+    for recipe, contracting in static:
+        with without_annotation_checks():
+            wrong = QuantizedWeight(w.weight, w.scaled, recipe, contracting)
+        message = "matmul: rhs.recipe must be a Recipe, and rhs.contracting a tuple of dimensions"
+        with pytest.raises(TypeError, match=message):
+            matmul(random(M, K), wrong)
 
 
 def test_another_backward_format_needs_no_other_quantisation():

@@ -35,6 +35,9 @@ CALLS = {
     "ragged_dot_general": lambda: fp8.ragged_dot_general(
         ones((4, 8)), ones((4, 8)), sizes, OVER_ROWS
     ),
+    "quantize_weight": lambda: fp8.quantize_weight(ones((4, 8, 8))),
+    "quantize_weight, folded": lambda: fp8.quantize_weight(ones((4, 8, 8)), contracting=(1, 0)),
+    "matmul, QuantizedWeight": lambda: fp8.matmul(ones((4, 8)), fp8.quantize_weight(ones((8, 8)))),
     "quantize_both": lambda: fp8.quantize_both(ones((2, 4, 8))),
     "moe_mlp": lambda: moe.moe_mlp(ones((4, 8)), ones((2, 8, 16)), ones((2, 8, 8)), sizes),
     "moe_layer": lambda: moe.moe_layer(
