@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.quantized_weight import QuantizedWeight, check_quantised_by
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
+from jax_fp8gemm._data.quantized_weight_checks import check_quantised_by
 from jax_fp8gemm._data.recipe import DTYPES, NAMED, REDUCE_DTYPES, Format, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.out_sharding import check_out_sharding

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
-from jax_fp8gemm._data.quantized_weight import QuantizedWeight, check_quantized_weight
+from jax_fp8gemm._data.quantized_weight import QuantizedWeight
+from jax_fp8gemm._data.quantized_weight_checks import check_quantized_weight
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import (
     ScaledArray,
