@@ -79,7 +79,7 @@ def apply_block(
     Args:
       config: sizes, router and activation.
       parameters: those of parameter_shapes. The matrices of experts and of shared experts may be
-        ScaledArrays.
+        ScaledArrays or, in training, QuantizedWeights.
       x: (..., d) bf16, f16 or f32: the tokens.
       return_load: whether to return the load too, as moe_layer does.
       options: of moe_layer: recipe, implementation, expert_axis, exchange, capacity_factor, mesh.
