@@ -113,7 +113,7 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
     out_spec = spec.shardings.out
     out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
-    residuals = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
+    residuals = name_residual("lhs", lhs_residual), spec.kept_rhs(rhs_residual)
     return name_residual("out", out), residuals
 
 

@@ -83,6 +83,13 @@ class ProductSpec:
         """The dtype of the partial sums that devices add."""
         return REDUCE_DTYPES[self.recipe.reduce_dtype]
 
+    def kept_rhs(self, rhs: Any) -> Any:
+        """Returns quantised weights under their name. Those of a QuantizedWeight get none.
+
+        They are operands, so a backward pass has them without a copy, whatever a policy saves.
+        """
+        return rhs if self.rhs_recipe is not None else name_residual("rhs", rhs)
+
     def gradient_of_rhs(self, drhs: Any) -> Any:
         """Returns `drhs`, which is an array or None, as the gradient of what rhs is."""
         return drhs if self.rhs_recipe is None else QuantizedWeight(drhs, None, self.rhs_recipe)

@@ -76,7 +76,7 @@ def _product_fwd(
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
     rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
     out = grouped_gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, spec.shardings.out)
-    kept = name_residual("lhs", lhs_residual), name_residual("rhs", rhs_residual)
+    kept = name_residual("lhs", lhs_residual), spec.kept_rhs(rhs_residual)
     return name_residual("out", out), (*kept, groups)
 
 

@@ -86,7 +86,8 @@ def weights_both_ways(
     fmt = into.recipe.fwd
     pairs = both_ways(into, fmt, w_gate_up), both_ways(down, fmt, w_down)
     kept, transposed = (Experts(*pair, biases) for pair in zip(*pairs, strict=True))
-    return name_residual("rhs", kept), transposed
+    of_weights = into.kept_rhs(kept.gate_up), down.kept_rhs(kept.down)
+    return Experts(*of_weights, name_residual("rhs", biases)), transposed
 
 
 def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:

@@ -228,6 +228,21 @@ def test_layers_in_a_scan():
     reference.assert_same_bits(found.weight, jax.jit(jax.grad(model))(weights))
 
 
+@pytest.mark.parametrize("names", [None, ("fp8gemm_rhs",)], ids=["no remat", "remat"])
+def test_layers_in_a_scan_keep_no_copy_of_their_weights(names):
+    policy = names and jax.checkpoint_policies.save_only_these_names(*names)
+    product = jax.checkpoint(matmul, policy=policy) if names else matmul
+    model = lambda w, x: lax.scan(lambda x, w: (jnp.tanh(product(x, w)), None), x, w)[0].sum()
+
+    def num_copies(w):
+        jaxpr = jax.make_jaxpr(jax.grad(model))(w, random(M, N)).jaxpr
+        forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        return sum(x.aval.shape == w.shape for x in forward.outvars)
+
+    w = random(G, N, N, seed=1)
+    assert (num_copies(w), num_copies(quantize_weight(w))) == (1, 0)
+
+
 def test_astype_keeps_the_quantisation():
     lhs, w = random(M, K, dtype=jnp.bfloat16), quantize_weight(random(K, N, seed=1))
     out, _, dw = vjp(lambda lhs, w: matmul(lhs, w.astype(jnp.bfloat16)), lhs, w)
