@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 from test_moe import expert, random
 
-from jax_fp8gemm import BF16, DEEPSEEK_V3, quantize
+from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe, quantize
 from jax_fp8gemm.moe import moe_layer, route
 from jax_fp8gemm.moe._parallel import exchange as _exchange
 from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
@@ -82,14 +82,16 @@ def program(shape=(4,), expert_axis="x", recipe=DEEPSEEK_V3, exchange=None):
     [
         dict(exchange="all_gather"),
         dict(shape=(4, 2), expert_axis="y"),
+        dict(recipe=Recipe(wgrad_lhs_block=(128, 128)), exchange="all_gather"),
         dict(recipe=BF16, exchange="all_gather"),
         dict(shape=(2, 2), expert_axis=("x", "y"), recipe=BF16),
     ],
-    ids=["fp8", "tokens along another axis too, fp8", "bf16", "two axes, bf16"],
+    ids=["fp8", "tokens along another axis too, fp8", "square lhs", "bf16", "two axes, bf16"],
 )
 def test_result_and_gradients_are_those_of_the_dense_layer(kwargs):
     found = program(**kwargs)(*problem())
-    assert_diff_below(LAYER[kwargs.get("recipe", DEEPSEEK_V3)], found, truth())
+    is_bf16 = kwargs.get("recipe") == BF16
+    assert_diff_below(LAYER[BF16 if is_bf16 else DEEPSEEK_V3], found, truth())
 
 
 @pytest.mark.parametrize("recipe", LAYER, ids=["bf16", "fp8"])
