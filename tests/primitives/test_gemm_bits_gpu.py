@@ -69,6 +69,21 @@ def test_every_config_gives_the_same_bits(family, config):
     gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected, f"{config} accumulating")
 
 
+@each_config
+def test_every_config_keeps_subnormal_numbers(family, config):
+    """Results and accumulators around 2^-126, stored by TMA or not."""
+    lhs, rhs, accum, _ = _case(family)
+    values, scale = gpu_cases.on_host(lhs)
+    lhs = gpu_cases.scaled(values, scale * np.float32(2.0**-132), gpu_cases.ROWS)
+    accum = jnp.asarray(np.asarray(accum) * np.float32(2.0**-132))
+    add = lambda accum, lhs, rhs: gpu_cases.multiply(lhs, rhs, accum=accum)
+    given = accum.copy()
+    compiled = gpu_cases.compile_with(config, add, given, lhs, rhs, donate_argnums=0)
+    out = compiled(given, lhs, rhs)
+    assert 0.1 < np.mean(np.abs(np.asarray(out)) < 2.0**-126) < 1
+    gpu_cases.assert_model_predicts(out, lhs, rhs, accum=accum, num_samples=4096)
+
+
 @pytest.mark.parametrize("config", tile_config.configs(is_1d1d=True), ids=str)
 def test_tiles_cut_for_the_last_round_give_the_same_bits(config):
     """Two rounds of tiles but for four, which are cut where a tile has several consumers; the last

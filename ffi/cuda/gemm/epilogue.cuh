@@ -94,14 +94,6 @@ __device__ __forceinline__ void write_slab_transposed(uint8_t* slab, const float
   }
 }
 
-// NOTE: flushes subnormal f32 to zero because the addition by TMA does (PTX ISA,
-// cp.reduce.async.bulk): a result must not depend on how it is stored.
-__device__ __forceinline__ float add_ftz(float a, float b) {
-  float sum;
-  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
-  return sum;
-}
-
 // Stores the tile of one consumer warpgroup straight from registers: the four lanes that share a
 // row write 32 (f32) or 16 (bf16) neighbouring bytes. n is a multiple of 8, so a pair of columns is
 // inside or outside as a whole.
@@ -122,7 +114,9 @@ __device__ __forceinline__ void store_direct(void* out, const float* accum,
               make_float2(promoted[mi][4 * j + 2 * half], promoted[mi][4 * j + 2 * half + 1]);
           if constexpr (kAccumulate) {
             const float2 old = *reinterpret_cast<const float2*>(accum + offset + 8 * j);
-            pair = make_float2(add_ftz(old.x, pair.x), add_ftz(old.y, pair.y));
+            // NOTE: keeps subnormal numbers, as the addition by TMA does on an H200: a result must
+            // not depend on how it is stored.
+            pair = make_float2(__fadd_rn(old.x, pair.x), __fadd_rn(old.y, pair.y));
           }
           if constexpr (kIsF32) {
             *reinterpret_cast<float2*>(static_cast<float*>(out) + offset + 8 * j) = pair;
