@@ -282,7 +282,8 @@ def _named() -> dict[str, Callable]:
             for out in outs:
                 dense(kind, "e4m3", "e4m3", family, *out)
                 dense(kind, "e5m2", "e5m2" if family == "1d2d" else "e4m3", family, *out)
-        dense("special scales", "e4m3", "e4m3", family, *outs[2], tall)
+        for kind in ("special scales", "underflow"):
+            dense(kind, "e4m3", "e4m3", family, *outs[2], tall)
     for kind, out in product(("normal", "wild", "underflow"), DTYPES):
         for is_masked in (False, True):
             name = f"grouped {'masked' if is_masked else 'rows'} {kind} {out}"

@@ -74,19 +74,14 @@ def mul(a: Bits, b: Bits) -> Bits:
     return fma(a, b, jnp.full_like(a, _SIGN))  # x + -0 is x for every x
 
 
+def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The product of two f32 arrays, which are broadcast."""
+    return from_bits(mul(*map(to_bits, jnp.broadcast_arrays(x, y))))
+
+
 def add(a: Bits, b: Bits) -> Bits:
     """a + b, rounded once."""
     return fma(a, jnp.full_like(a, one), b)
-
-
-def flush(x: Bits) -> Bits:
-    """x, or a zero of its sign if it is subnormal."""
-    return jnp.where((x & _MAGNITUDE) < _IMPLICIT, x & _SIGN, x)
-
-
-def add_flushing(a: Bits, b: Bits) -> Bits:
-    """a + b where subnormal numbers count as zero: PTX's add.rn.ftz.f32."""
-    return flush(add(flush(a), flush(b)))
 
 
 def to_bfloat16(x: Bits) -> jax.Array:

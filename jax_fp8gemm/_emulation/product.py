@@ -80,7 +80,7 @@ def promote(promoted, lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d: bool) -> f32.B
 def finish(promoted: f32.Bits, accum: Any, out_dtype: Any) -> jax.Array:
     """Returns the result: promoted, added to accum if there is one, in out_dtype."""
     for x in accum:
-        promoted = f32.add_flushing(f32.to_bits(x), promoted)
+        promoted = f32.add(f32.to_bits(x), promoted)
     return f32.from_bits(promoted) if out_dtype == jnp.float32 else f32.to_bfloat16(promoted)
 
 

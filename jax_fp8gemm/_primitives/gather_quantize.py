@@ -12,7 +12,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -22,6 +22,7 @@ from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.dequantize import spread_scale
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.quantize_args import (
     QuantizeArgs,
@@ -117,7 +118,14 @@ def _reference(*operands, is_weighted: bool, **params) -> list[jax.Array]:
     return reference(gathered(*operands, is_weighted=is_weighted), *operands[-2:], **params)
 
 
-def gathered(*operands, is_weighted: bool) -> jax.Array:
+def _emulation(*operands, is_weighted: bool, **params) -> list[jax.Array]:
+    y = gathered(*operands, is_weighted=is_weighted, multiply=f32.multiply)
+    return reference(y, *operands[-2:], **params)
+
+
+def gathered(
+    *operands, is_weighted: bool, multiply: Callable[..., jax.Array] = jnp.multiply
+) -> jax.Array:
     """Returns y (m, k) f32, which the primitive with these operands quantises."""
     x, scale, rows, weights, _ = _split(operands, is_weighted)
     take = lambda a: jnp.take(a, rows, axis=0, mode="clip")
@@ -125,11 +133,12 @@ def gathered(*operands, is_weighted: bool) -> jax.Array:
         y = jnp.zeros((0, x.shape[1]), jnp.float32)
     elif scale:
         values = take(x)
-        y = values.astype(jnp.float32) * spread_scale(take(scale[0]), values.shape, (1, 128))
+        spread = spread_scale(take(scale[0]), values.shape, (1, 128))
+        y = multiply(values.astype(jnp.float32), spread)
     else:
         y = take(x).astype(jnp.float32)
     if weights:
-        y *= weights[0][:, None]
+        y = multiply(y, weights[0][:, None])
     return y
 
 
@@ -161,6 +170,7 @@ gather_quantize_p = define_primitive(
     shape_rule=_shape_rule,
     reference=_reference,
     ffi_call=_ffi_call,
+    emulation=_emulation,
     dce_rule=keep_used_axes,
     partition_rule=_partition_rule,
 )

@@ -121,7 +121,7 @@ def reference(
     lhs, rhs = pad_k(lhs), pad_k(rhs)
 
     def promote(promoted, b):
-        return promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b), None
+        return promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d), None
 
     zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
     promoted, _ = lax.scan(promote, zeros, jnp.arange(formats.num_blocks(k)))
@@ -130,15 +130,19 @@ def reference(
     return [promoted.astype(out_dtype)]
 
 
-def block_product(lhs, lhs_scale, rhs, rhs_scale, b) -> jax.Array:
-    """Returns the scaled product over k-block b, f32 (m, n). Both have 1x128 scales."""
+def block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d: bool) -> jax.Array:
+    """Returns the scaled product over k-block b, f32 (m, n). Both have scales of 1x128.
+
+    The scales are applied in the order of the kernel, which is_1d1d chooses.
+    """
     # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
     is_index: dict[str, Any] = dict(allow_negative_indices=False)
     block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1, **is_index)
     lhs, rhs = (block(x).astype(jnp.float32) for x in (lhs, rhs))
     product = lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
     column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False, **is_index)
-    return column(lhs_scale)[:, None] * column(rhs_scale)[None] * product
+    lhs_scale, rhs_scale = column(lhs_scale)[:, None], column(rhs_scale)[None]
+    return rhs_scale * (lhs_scale * product) if is_1d1d else lhs_scale * rhs_scale * product
 
 
 def _ffi_call(

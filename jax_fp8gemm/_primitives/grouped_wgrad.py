@@ -97,7 +97,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: boo
         lhs_scale = jnp.repeat(lhs_scale, _BLOCK, axis=0)[:m]
 
     def promote(promoted, b):
-        scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b)
+        scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b, not is_2d1d)
         # mode="drop", for blocks behind the last group have index g.
         return promoted.at[group[b]].add(scaled, mode="drop"), None
 

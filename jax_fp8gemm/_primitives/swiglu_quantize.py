@@ -13,7 +13,8 @@ silu. h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows a
 (quantize_ragged.py). They are never stored unquantised.
 
 The last bits of the f32 values depend on the implementation: on its exp, and on where it fuses
-products and sums. Their quantisation is exact. The kernel computes the same values in every mode.
+products and sums. Their quantisation is exact. The kernel computes the same values in every mode,
+and the emulation computes those values.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jax_fp8gemm._data import checks, groups
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._emulation import gated as emulated
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gated import gated, gated_grad
 from jax_fp8gemm._primitives.quantize_args import (
@@ -174,6 +176,7 @@ swiglu_quantize_p = define_primitive(
     shape_rule=partial(_shape_rule, "swiglu_quantize"),
     reference=partial(_reference, gated),
     ffi_call=partial(_ffi_call, extension.SWIGLU_QUANTIZE_TARGET, "swiglu", gated),
+    emulation=partial(_reference, emulated.gated),
     dce_rule=keep_used_axes,
     partition_rule=_partition_rule,
     run_shard=_run_shard,
@@ -184,6 +187,7 @@ swiglu_grad_quantize_p = define_primitive(
     shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
     reference=partial(_reference, gated_grad),
     ffi_call=partial(_ffi_call, extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", gated_grad),
+    emulation=partial(_reference, emulated.gated_grad),
     dce_rule=keep_used_axes,
     partition_rule=_partition_rule,
     run_shard=_run_shard,

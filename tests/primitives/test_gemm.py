@@ -54,6 +54,35 @@ def test_formats_mix_and_bf16_is_the_default(lhs_dtype, rhs_dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["xla", "emulate"])
+def test_scales_are_applied_in_the_order_of_the_kernel(kind, implementation):
+    """One k-block and exact block sums: each product of the order is rounded once."""
+    rng = np.random.default_rng(1)
+    m, n = 33, 136
+    lhs, rhs = np.zeros((m, 128), E4M3), np.zeros((n, 128), E4M3)
+    lhs[:, 0], rhs[:, 0] = rng.integers(1, 16, m), rng.integers(1, 16, n)
+    scales = [rng.uniform(0.5, 1, (rows, 1)).astype(np.float32) for rows in (m, n)]
+    if kind == "1d2d":
+        scales[1] = scales[1][:2]
+    out = scaled_matmul(
+        ScaledArray(jnp.asarray(lhs), jnp.asarray(scales[0])),
+        ScaledArray(jnp.asarray(rhs), jnp.asarray(scales[1]), None, KINDS[kind]),
+        out_dtype=jnp.float32,
+        implementation=implementation,
+    )
+    sums = lhs.astype(np.float32) @ rhs.astype(np.float32).T
+    lhs_scale = scales[0]
+    if kind == "1d1d":
+        rhs_scale = scales[1].T
+        expected, other = rhs_scale * (lhs_scale * sums), lhs_scale * rhs_scale * sums
+    else:
+        rhs_scale = np.repeat(scales[1], 128, axis=0)[:n].T
+        expected, other = lhs_scale * rhs_scale * sums, rhs_scale * (lhs_scale * sums)
+    reference.assert_same_bits(out, expected)
+    assert np.any(expected != other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_small_integers_and_power_of_two_scales_are_exact(kind):
     rng = np.random.default_rng(0)
     m, n, k = 33, 136, 400
