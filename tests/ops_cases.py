@@ -1,7 +1,8 @@
 """Calls of every op on operands that follow from a seed: what record_ops.py records.
 
 Operands are made of PCG64's raw bits by exact arithmetic, so they do not depend on the version of
-NumPy. Each case runs in one jitted program.
+NumPy. Ops run eagerly, so that JAX compiles once what several cases call; but a derivative is one
+jitted program.
 """
 
 import functools
@@ -110,7 +111,7 @@ def _dense(kind, lhs, rhs, family, out, is_accumulated, shape, bits, implementat
         _accum(bits, m, n) if is_accumulated else None,
     )
     run = lambda *xs: _multiply(jf.scaled_matmul, *xs, implementation, DTYPES[out], block=block)
-    return [jax.jit(run)(*operands)]
+    return [run(*operands)]
 
 
 def _grouped(kind, out, is_masked, bits, implementation):
@@ -124,7 +125,7 @@ def _grouped(kind, out, is_masked, bits, implementation):
     run = lambda lhs, rhs, sizes: _multiply(
         jf.scaled_ragged_dot, lhs, rhs, None, implementation, DTYPES[out], sizes
     )
-    return [jax.jit(run)(lhs, rhs, sizes)]
+    return [run(lhs, rhs, sizes)]
 
 
 def _wgrad(kind, out, is_accumulated, bits, implementation):
@@ -137,7 +138,7 @@ def _wgrad(kind, out, is_accumulated, bits, implementation):
     run = lambda lhs, rhs, accum, sizes: _multiply(
         jf.scaled_ragged_wgrad, lhs, rhs, accum, implementation, DTYPES[out], sizes, block=ROWS
     )
-    return [jax.jit(run)(*operands, np.asarray(SIZES, np.int32))]
+    return [run(*operands, np.asarray(SIZES, np.int32))]
 
 
 # Quantisers
@@ -172,7 +173,7 @@ def _quantize(dtype, fmt, pow2, bits, implementation):
         jf.quantize_both(x, **args),
         quantize_ragged.ragged_columns(x, *groups, **args),
     )
-    return _leaves(jax.jit(run)(x, *_groups()))
+    return _leaves(run(x, *_groups()))
 
 
 def _gather(dtype, fmt, is_weighted, bits, implementation):
@@ -182,7 +183,7 @@ def _gather(dtype, fmt, is_weighted, bits, implementation):
     run = lambda *xs: gather_quantize.gather_quantize(
         *xs, mode="row_column", **_args(fmt, False, implementation)
     )
-    return _leaves(jax.jit(run)(x, rows, weights, *_groups()))
+    return _leaves(run(x, rows, weights, *_groups()))
 
 
 def _gather_fp8(fmt, is_weighted, bits, implementation):
@@ -192,7 +193,7 @@ def _gather_fp8(fmt, is_weighted, bits, implementation):
     run = lambda values, scale, *xs: gather_quantize.gather_quantize(
         jf.ScaledArray(values, scale), *xs, mode="column", **_args(fmt, False, implementation)
     )
-    return _leaves(jax.jit(run)(values, scale, rows, weights, *_groups()))
+    return _leaves(run(values, scale, rows, weights, *_groups()))
 
 
 # Activations
@@ -222,7 +223,7 @@ def _activation(name, kind, dtype, fmt, pow2, bits, implementation):
         swiglu_quantize.swiglu_quantize(gate_up, *groups, **args),
         swiglu_quantize.swiglu_grad_quantize(gate_up, dh, *groups, **args),
     )
-    return _leaves(jax.jit(run)(np.concatenate([gate, up], axis=1), dh, *_groups()))
+    return _leaves(run(np.concatenate([gate, up], axis=1), dh, *_groups()))
 
 
 # Differentiable ops
