@@ -70,7 +70,7 @@ struct Wgmma;
 #define JAX_FP8GEMM_REGS_80 JAX_FP8GEMM_REGS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define JAX_FP8GEMM_REGS_96 \
   JAX_FP8GEMM_REGS_80       \
-      ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAX_FP8GEMM_OUTS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define JAX_FP8GEMM_OUTS_8 JAX_FP8GEMM_OUTS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define JAX_FP8GEMM_OUTS_12 JAX_FP8GEMM_OUTS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
