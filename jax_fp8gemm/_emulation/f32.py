@@ -19,9 +19,8 @@ from jax import lax
 from jax.experimental.xla_metadata import (
     set_xla_metadata,  # pyright: ignore[reportUnknownVariableType]  # JAX leaves it untyped
 )
-from jaxtyping import UInt32
 
-Bits = UInt32[jax.Array, "..."]
+Bits = jax.Array  # uint32
 Words = tuple[Bits, Bits]  # of 64 bits: the high one, the low one
 
 _U = np.uint32
