@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_direct_transposed(void* out, const float* 
       if (tile_row < end && tile_column < n) {
         const size_t offset = size_t(first_out_row + tile_column) * m + tile_row;
         float sum = promoted[mi][i];
-        if constexpr (kAccumulate) sum = add_ftz(accum[offset], sum);
+        if constexpr (kAccumulate) sum = __fadd_rn(accum[offset], sum);
         if constexpr (kIsF32) {
           static_cast<float*>(out)[offset] = sum;
         } else {
