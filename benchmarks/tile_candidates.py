@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from jax_fp8gemm._tuning.tile_config import CONFIGS, TileConfig
+from jax_fp8gemm._tuning.tile_config import TileConfig, configs
 
 _SMEM_BYTES = 232448  # of a CTA
+_LISTED = configs(is_1d1d=False)
 _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 # rows, columns, columns of a wgmma, consumers, accumulators, slabs, cluster along m and n.
 _MIDDLE = """
@@ -32,8 +33,8 @@ def candidates(m: int) -> Sequence[TileConfig]:
     if m <= 64:
         rows = 16 if m <= 16 else 32 if m <= 32 else 64
         few = [_deepest(rows, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
-        return _unique((*few, *(c for c in CONFIGS if rows <= c.block_m <= 2 * rows)))
-    listed = [c for c in CONFIGS if c.block_m >= 64]
+        return _unique((*few, *(c for c in _LISTED if rows <= c.block_m <= 2 * rows)))
+    listed = [c for c in _LISTED if c.block_m >= 64]
     if m <= 192:
         return _unique((*listed, *_parse(_MIDDLE)))
     if m <= 1024:

@@ -140,8 +140,8 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
     padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
     config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS)
-    how = is_1d1d, _out_bytes(spec), hopper.NUM_SMS
-    return _text(config), flop, num_products * cost.time_us(config, *padded, *how)
+    how = is_1d1d, spec["transpose_out"], _out_bytes(spec), hopper.NUM_SMS
+    return _text(config), flop, num_products * choose.predicted_us(config, *padded, *how)
 
 
 def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):

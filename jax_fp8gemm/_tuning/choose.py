@@ -2,7 +2,8 @@
 
 The choice is a pure function of static shapes and the number of multiprocessors. It is made when a
 program is lowered, and baked into the executable. A table of measured overrides comes first; other
-shapes get the config that _tuning/cost.py predicts to be fastest.
+shapes get the config that is predicted to be fastest: of dense 1d2d products by
+_tuning/dense_cost.py, of others by _tuning/cost.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
+from jax_fp8gemm._tuning.dense_cost import dense_time_us
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
 
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
@@ -111,7 +113,24 @@ def _choose(
         m = max(m, 64)  # no tile has fewer rows
     least, most = _block_m_range(m)
     candidates = [c for c in candidates if least <= c.block_m <= most]
-    return min(candidates, key=lambda c: time_us(c, m, n, k, is_1d1d, out_bytes, num_sms))
+    how = is_1d1d, transpose_out, out_bytes, num_sms
+    return min(candidates, key=lambda c: predicted_us(c, m, n, k, *how))
+
+
+def predicted_us(
+    c: TileConfig,
+    m: int,
+    n: int,
+    k: int,
+    is_1d1d: bool,
+    transpose_out: bool,
+    out_bytes: int,
+    num_sms: int,
+) -> float:
+    """Returns the predicted time of a product without groups."""
+    if is_1d1d or transpose_out:
+        return time_us(c, m, n, k, is_1d1d, out_bytes, num_sms)
+    return dense_time_us(c, m, n, k, out_bytes, num_sms)
 
 
 def _block_m_range(m: int) -> tuple[int, int]:

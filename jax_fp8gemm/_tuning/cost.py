@@ -1,4 +1,4 @@
-"""Predicts the time of a product with a TileConfig:
+"""Predicts the time of a weight gradient or of a grouped product with a TileConfig:
 
     time = waves * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 

@@ -160,8 +160,39 @@ CONFIGS: tuple[TileConfig, ...] = (
     TILE_128X256,
     TILE_192X128,
 )
-# These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them. Tests
-# and bench run them.
+# For dense 1d2d products alone: widths that fill the last round of more shapes, and clusters that
+# read rhs from the L2 once for two CTAs.
+TILE_64X80 = TileConfig(
+    block_m=64, block_n=80, sub_n=80, num_consumers=1, num_accums=2, num_stages=12, num_slabs=0
+)
+TILE_64X96 = TileConfig(
+    block_m=64, block_n=96, sub_n=96, num_consumers=1, num_accums=2, num_stages=11, num_slabs=0
+)
+TILE_64X160 = TileConfig(
+    block_m=64, block_n=160, sub_n=80, num_consumers=1, num_accums=2, num_stages=7, num_slabs=0
+)
+TILE_128X96 = TileConfig(
+    block_m=128, block_n=96, sub_n=96, num_consumers=2, num_accums=2, num_stages=6, num_slabs=3
+)
+TILE_128X160 = TileConfig(
+    block_m=128, block_n=160, sub_n=160, num_consumers=2, num_accums=1, num_stages=3, num_slabs=5
+)
+TILE_128X192 = TileConfig(
+    block_m=128, block_n=192, sub_n=192, num_consumers=2, num_accums=1, num_stages=4, num_slabs=3
+)
+CONFIGS_1D2D: tuple[TileConfig, ...] = (
+    TILE_64X80,
+    TILE_64X96,
+    TILE_64X160,
+    TILE_128X96,
+    TILE_128X160,
+    *(
+        dataclasses.replace(config, cluster_m=2)
+        for config in (TILE_128X96, TILE_128X192, TILE_128X256, TILE_192X128)
+    ),
+)
+# These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
+# for those of CONFIGS_1D2D. Tests and bench run them.
 CLUSTER_CONFIGS = (
     dataclasses.replace(TILE_128X256, cluster_m=2),
     dataclasses.replace(TILE_192X128, cluster_n=2),
@@ -197,7 +228,8 @@ def configs(
     """
     if transpose_out:
         return TRANSPOSED_CONFIGS
-    common = GROUPED_CONFIGS[grouping] if grouping else CONFIGS
-    tall = (TILE_256X96,) if is_1d1d else ()
-    clusters = CLUSTER_CONFIGS if with_clusters and not grouping else ()
-    return (*common, *tall, *clusters)
+    if grouping:
+        return (*GROUPED_CONFIGS[grouping], *((TILE_256X96,) if is_1d1d else ()))
+    listed = (*CONFIGS, *((TILE_256X96,) if is_1d1d else CONFIGS_1D2D))
+    clusters = CLUSTER_CONFIGS if with_clusters else ()
+    return (*listed, *(config for config in clusters if config not in listed))

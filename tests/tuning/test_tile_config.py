@@ -3,19 +3,23 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from jax_fp8gemm._tuning import tile_config
 
 
-def test_configs_differ():
-    dense = tile_config.configs(is_1d1d=True, with_clusters=True)
+@pytest.mark.parametrize("is_1d1d", (False, True))
+def test_configs_differ(is_1d1d):
+    dense = tile_config.configs(is_1d1d=is_1d1d, with_clusters=True)
     assert len(set(dense)) == len(dense)
 
 
-def test_no_product_gets_clusters_unless_asked_for():
-    assert all(c.cluster_m * c.cluster_n == 1 for c in tile_config.configs(is_1d1d=False))
+def test_only_dense_1d2d_products_get_clusters_unless_asked_for():
+    assert all(c.cluster_m * c.cluster_n == 1 for c in tile_config.configs(is_1d1d=True))
+    assert any(c.cluster_m == 2 for c in tile_config.configs(is_1d1d=False))
     assert all(c.cluster_m * c.cluster_n == 2 for c in tile_config.CLUSTER_CONFIGS)
     clusters = set(tile_config.CLUSTER_CONFIGS)
+    assert clusters < set(tile_config.configs(is_1d1d=True, with_clusters=True))
     assert clusters < set(tile_config.configs(is_1d1d=False, with_clusters=True))
     rows = tile_config.GROUPED_ROWS
     grouped = tile_config.configs(rows, is_1d1d=False, with_clusters=True)

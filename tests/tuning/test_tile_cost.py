@@ -1,33 +1,42 @@
 """The predicted time of a product: in step with what was measured."""
 
 import json
+import math
 import pathlib
 
 import pytest
 
-from jax_fp8gemm._tuning import choose, cost
+from benchmarks.tiles import parse_tile, tile_text
+from jax_fp8gemm._tuning import choose, dense_cost
 
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
-DENSE = RESULTS / "nvidia_h200" / "dense.json"
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia_h200"
 
 
 # The model may be off by this much; its purpose is to rank configs. Where bytes or launches decide
 # (small m), times are a few microseconds and the ramps at both ends a large part of them.
 @pytest.mark.parametrize(("smallest_m", "tolerance"), [(1024, 0.25), (8, 0.35)])
 def test_model_predicts_the_measured_times(smallest_m, tolerance):
-    rows = json.loads(DENSE.read_text())["rows"]
-    compared = 0
+    rows = json.loads((RESULTS / "dense.json").read_text())["rows"]
+    rows = [row for row in rows if row["m"] >= smallest_m]
+    assert len(rows) >= 10
     for row in rows:
-        shape = row["m"], row["n"], row["k"]
-        config = choose.choose(*shape, is_1d1d=False, out_f32=False, accumulate=False)
-        if row["m"] < smallest_m or not row["config"].startswith(
-            f"{config.block_m}x{config.block_n}/"
-        ):
-            continue
-        predicted = cost.time_us(config, *shape, False, 2, 132)
+        shape, config = (row["m"], row["n"], row["k"]), parse_tile(row["config"])
+        predicted = dense_cost.dense_time_us(config, *shape, 2, 132)
         assert predicted == pytest.approx(row["us"], rel=tolerance), (shape, config)
-        compared += 1
-    assert compared >= 10
+
+
+def test_choice_loses_little_on_shapes_drawn_at_random():
+    """The time of the chosen config over that of the fastest of all that were timed."""
+    rows = json.loads((RESULTS / "tile_times.json").read_text())["rows"]
+    regrets = []
+    for row in rows:
+        how = dict(is_1d1d=False, out_f32=False, accumulate=False)
+        config = choose.choose(row["m"], row["n"], row["k"], **how)
+        regrets.append(row["us"][tile_text(config)] / min(row["us"].values()))
+    assert len(regrets) > 100
+    # 1.026 when the constants were fitted, 1.084 before. A choice by chance gives 1.40.
+    assert math.prod(regrets) ** (1 / len(regrets)) < 1.03
+    assert sorted(regrets)[-5] < 1.12
 
 
 # Weight gradients in bf16, us in 128x128, 192x128 and 256x96: an H200, 2026-11-23, operands random.

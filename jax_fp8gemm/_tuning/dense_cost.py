@@ -1,0 +1,98 @@
+"""Predicts the time of a dense 1d2d product with a TileConfig:
+
+    time = rounds * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
+
+A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
+loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of 59
+configs on 102 shapes drawn at random, on an H200 (docs/experiments/gemm-choice.md). The purpose is
+to rank configs. Weight gradients and grouped products have cost.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax_fp8gemm._tuning.tile_config import TileConfig
+
+_SCALE_BLOCK = 128
+_CLOCK_MHZ = 1700  # under load, below its power limit
+_LAUNCH_US = 2.71  # launch, first loads, drain
+_ROUND_US = 0.251  # wait for the slowest tile of a round
+_NOT_HIDDEN = 0.214  # of two things that overlap, the part of the shorter that adds to the longer
+_DRAM_BYTES_PER_US = 3.9e6
+
+# The part of the tensor cores' rate that 128 columns a wgmma reach, by consumers and accumulators.
+# One accumulator and one wgmma a k-block leave fewer batches to hide a promotion.
+_EFFICIENCY = {(1, 4): 0.644, (1, 2): 0.706, (2, 2): 0.911, (2, 1): 1.03, (3, 1): 0.98}
+_ONE_BATCH = 0.862  # of two consumers with one accumulator
+_NARROW_COLUMNS = 15.8  # a wgmma takes as long as if it had so many columns more
+
+# L2 to one multiprocessor: alone, and its part of what the L2 gives to all of them.
+_L2_BYTES_PER_CLOCK, _L2_BYTES_PER_CLOCK_OF_ALL = 102, 8680
+# A row of a k-block begins in the middle of a line of 128 bytes of the L2 unless 128 divides k, and
+# in the middle of a sector of 32 unless 32 does. It then takes the L2 this much longer.
+_SPLIT_LINE, _SPLIT_SECTOR = 1.26, 1.91
+_SPLIT_LATENCY = 0.395  # the part of it that latency grows by
+
+_LATENCY_CLOCKS = {1: 233, 2: 233, 4: 176}  # least clocks of a k-block, by accumulators
+_CLUSTER = 1.12  # CTAs of a cluster wait for each other
+
+_TILE_CLOCKS = 269
+_STORE_BYTES_PER_CLOCK = 55.5
+_STORE_BYTES_PER_CLOCK_NARROW = 25.4  # in rows of 64 bytes, where 64 does not divide block_n
+_STORE_BYTES_PER_CLOCK_DIRECT = 12.7  # from registers
+# Cost of a tile whose rows end within its first consumer warpgroup, relative to a whole tile.
+_SHORT_TILE = 0.734
+
+
+def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms: int) -> float:
+    """Returns the predicted time of one launch. out_bytes: moved for each element of the result."""
+    num_m, num_n = (
+        math.ceil(extent / (block * cluster)) * cluster
+        for extent, block, cluster in ((m, c.block_m, c.cluster_m), (n, c.block_n, c.cluster_n))
+    )
+    busy = min(num_m * num_n, num_sms)
+    k_blocks = math.ceil(k / _SCALE_BLOCK) * _k_block_clocks(c, m, k, busy)
+    clocks = k_blocks + _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _store_rate(c)
+    rounds = _rounds(c, m, num_m, num_n, num_sms)
+    computing = rounds * clocks / _CLOCK_MHZ
+    moving = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
+    return _overlap(computing, moving) + rounds * _ROUND_US + _LAUNCH_US
+
+
+def _rounds(c: TileConfig, m: int, num_m: int, num_n: int, num_sms: int) -> float:
+    """Returns the tiles of the multiprocessor that has most of them."""
+    is_short = 0 < m % c.block_m <= 64 and c.num_consumers > 1 and c.cluster_m * c.cluster_n == 1
+    full = (num_m - is_short) * num_n
+    rounds = math.ceil(full / num_sms)
+    left = max(0, is_short * num_n - (rounds * num_sms - full))
+    return rounds + _SHORT_TILE * math.ceil(left / num_sms)
+
+
+def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
+    """Returns the clocks of a k-block of one tile, while `busy` multiprocessors have one."""
+    efficiency = _EFFICIENCY[c.num_consumers, c.num_accums]
+    if c.num_consumers == 2 and c.num_accums == 1 and c.sub_n == c.block_n:
+        efficiency *= _ONE_BATCH
+    efficiency *= (1 + _NARROW_COLUMNS / 128) / (1 + _NARROW_COLUMNS / c.sub_n)
+    multiplying = max(c.block_m, 64) * c.block_n / 32 / efficiency
+    split = 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
+    rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
+    num_bytes = rows * _SCALE_BLOCK * split
+    loading = num_bytes * max(1 / _L2_BYTES_PER_CLOCK, busy / _L2_BYTES_PER_CLOCK_OF_ALL)
+    latency = _LATENCY_CLOCKS[c.num_accums] * (1 + _SPLIT_LATENCY * (split - 1))
+    clocks = max(_overlap(multiplying, loading), latency)
+    return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
+
+
+def _store_rate(c: TileConfig) -> float:
+    """Returns bytes a clock."""
+    if c.num_slabs == 0:
+        return _STORE_BYTES_PER_CLOCK_DIRECT
+    is_narrow = c.block_n % 64 != 0  # see SlabColumns
+    return _STORE_BYTES_PER_CLOCK_NARROW if is_narrow else _STORE_BYTES_PER_CLOCK
+
+
+def _overlap(a: float, b: float) -> float:
+    """Returns the time of two things that overlap, but for a part."""
+    return max(a, b) + _NOT_HIDDEN * min(a, b)
