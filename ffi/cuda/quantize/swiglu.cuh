@@ -41,10 +41,12 @@ __device__ __forceinline__ Sigmoid bounded_sigmoid(float clamped) {
   return {sigma, mul_rn(exp, sigma)};  // 1 - sigma would cancel
 }
 
+// At one bound exp is 2^126.2, whose inverse rounds to 0. At the other bound exp is 0.
+constexpr float kSigmoidBound = 87.5f;
+
+// The clamp loses a NaN, which the product with the gate in silu keeps.
 __device__ __forceinline__ Sigmoid sigmoid(float x) {
-  // At one bound exp is 2^126.2, whose inverse rounds to 0. At the other bound exp is 0. The clamp
-  // loses a NaN, which the product with the gate in silu keeps.
-  return bounded_sigmoid(fminf(fmaxf(x, -87.5f), 87.5f));
+  return bounded_sigmoid(fminf(fmaxf(x, -kSigmoidBound), kSigmoidBound));
 }
 
 enum class SwigluPart { kH, kDgate, kDup };
@@ -72,7 +74,10 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up, float dh) 
   const float alpha = __uint_as_float(Config::kAlpha);
   const float clamped_gate = min_nan(gate, limit);
   const float clamped_up = min_nan(max_nan(up, -limit), limit);
-  const auto [sigma, rest] = sigmoid(kHasAlpha ? mul_rn(alpha, clamped_gate) : clamped_gate);
+  const float x = kHasAlpha ? mul_rn(alpha, clamped_gate) : clamped_gate;
+  // The limit of a published model is far below the upper bound of sigmoid: one clamp less.
+  const bool is_bounded = alpha >= 0.0f && alpha * limit <= kSigmoidBound;
+  const auto [sigma, rest] = is_bounded ? bounded_sigmoid(fmaxf(x, -kSigmoidBound)) : sigmoid(x);
   const float silu = mul_rn(clamped_gate, sigma);
   const float offset = __uint_as_float(Config::kUpOffset);
   const float factor = kHasOffset ? add_rn(clamped_up, offset) : clamped_up;
