@@ -93,7 +93,9 @@ def experts_of_few(x, logits, w_gate_up, w_down, **routing):
     weights = jnp.sum(chosen * weights[:, :, None], axis=1)  # (t, experts)
     order = jnp.argsort(~chosen.any(axis=1), axis=0, stable=True).T  # (experts, t)
     sizes = chosen.sum(axis=(0, 1))
-    gate_up = scaled_ragged_dot(quantize(x[order]), w_gate_up.T, sizes, out_dtype=x.dtype)
+    # What the other rows of gate_up hold is never read.
+    how = dict(out_dtype=x.dtype, unused_rows="undefined")
+    gate_up = scaled_ragged_dot(quantize(x[order]), w_gate_up.T, sizes, **how)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     h = quantize(jax.nn.silu(gate) * up)
     out = scaled_ragged_dot(h, w_down.T, sizes, out_dtype=x.dtype)

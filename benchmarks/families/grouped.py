@@ -29,6 +29,7 @@ from benchmarks.problem import GroupedShape
 from benchmarks.timing.timer import Call
 from jax_fp8gemm import ScaledArray
 from jax_fp8gemm._data import groups as _groups
+from jax_fp8gemm._primitives.grouped_gemm import UnusedRows
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import choose, tile_config
 
@@ -73,10 +74,12 @@ def _masked(shape: GroupedShape) -> Case:
     sizes, max_m = sizes_of(shape), masked_rows(shape.m)
     rows, n, k = int(sizes.sum()), shape.n or 0, shape.k
 
-    def build() -> Call:
+    def build(unused_rows: UnusedRows = "zero") -> Call:
         lhs = normal(shape.groups * max_m, k, seed=0).reshape(shape.groups, max_m, k)
         operands = (quantize_rows(lhs), _weights(shape), jnp.asarray(sizes))
-        return gemm_call(_ragged_dot, operands)
+        return gemm_call(functools.partial(_ragged_dot, unused_rows=unused_rows), operands)
+
+    undefined = functools.partial(build, "undefined")
 
     labels = dict(groups=shape.groups, expected_rows=shape.m, max_m=max_m, rows=rows, n=n, k=k)
     return Case(
@@ -85,7 +88,7 @@ def _masked(shape: GroupedShape) -> Case:
         work=ragged_work(shape, rows),
         config=_config_text(shape.groups * max_m, n, k, shape.groups),
         build=build,
-        peers=masked_peers(shape, sizes, max_m),
+        peers={"unused_undefined": undefined} | masked_peers(shape, sizes, max_m),
         tiles=tile_config.GROUPED_CONFIGS[tile_config.GROUPED_ROWS],
     )
 

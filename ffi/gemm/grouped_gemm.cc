@@ -23,8 +23,8 @@ ffi::Error Zero(const Driver& driver, void* words, size_t count, CUstream stream
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                    ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::AnyBuffer group_sizes,
                    ffi::AnyBuffer first_row, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::AnyBuffer> next_tile, GemmConfig config,
-                   int32_t rows_per_group) {
+                   ffi::Result<ffi::AnyBuffer> next_tile, GemmConfig config, int32_t rows_per_group,
+                   int32_t clears_unused) {
   return NoThrow([&]() -> ffi::Error {
     constexpr const char* kOp = "grouped_gemm";
     constexpr ffi::DataType kF32 = ffi::DataType::F32, kS32 = ffi::DataType::S32;
@@ -43,10 +43,12 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "next_tile", *next_tile, kS32, {1}));
     const int64_t max_tiles =
         (m / config.block_m + g + 2) * CeilDiv(n, static_cast<int64_t>(config.block_n));
-    if ((rows_per_group != 0 && g * rows_per_group != m) || max_tiles > kMaxDim) {
-      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, and tiles at most 2^30; ",
-                             "got rows_per_group ", rows_per_group, ", lhs ", ShapeText(lhs),
-                             ", group_sizes ", ShapeText(group_sizes));
+    const bool is_flag = clears_unused == 0 || clears_unused == 1;
+    if ((rows_per_group != 0 && g * rows_per_group != m) || max_tiles > kMaxDim || !is_flag) {
+      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, tiles at most 2^30, and ",
+                             "clears_unused 0 or 1; got rows_per_group ", rows_per_group, ", lhs ",
+                             ShapeText(lhs), ", group_sizes ", ShapeText(group_sizes),
+                             ", clears_unused ", clears_unused);
     }
     GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, k);
     params.num_groups = static_cast<int32_t>(g);
@@ -57,7 +59,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
     FFI_RETURN_IF_ERROR(Zero(*driver, params.next_tile, 1, stream));
     // In the masked form the kernel stores the rows of the groups alone.
-    if (rows_per_group > 0) {
+    if (rows_per_group > 0 && clears_unused == 1) {
       FFI_RETURN_IF_ERROR(Zero(*driver, params.out, out->size_bytes() / 4, stream));
     }
     return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), g * n, m, max_tiles,
@@ -66,16 +68,18 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
 }
 
 // The macros below take no comma in a name.
-constexpr auto kInstantiate = Instantiate<GemmConfig, int32_t>;
-constexpr auto kPrepare = Prepare<GemmConfig, int32_t>;
+constexpr auto kInstantiate = Instantiate<GemmConfig, int32_t, int32_t>;
+constexpr auto kPrepare = Prepare<GemmConfig, int32_t, int32_t>;
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmInstantiateHandler, kInstantiate,
-                              BindInstantiate<GemmConfig>().Attr<int32_t>("rows_per_group"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GroupedGemmInstantiateHandler, kInstantiate,
+    BindInstantiate<GemmConfig>().Attr<int32_t>("rows_per_group").Attr<int32_t>("clears_unused"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmPrepareHandler, kPrepare,
-                              BindPrepare<GemmConfig>().Attr<int32_t>("rows_per_group"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GroupedGemmPrepareHandler, kPrepare,
+    BindPrepare<GemmConfig>().Attr<int32_t>("rows_per_group").Attr<int32_t>("clears_unused"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmExecuteHandler, Execute,
                               BindProduct()
@@ -84,7 +88,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedGemmExecuteHandler, Execute,
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Ret<ffi::AnyBuffer>()  // next_tile
                                   .Attr<GemmConfig>("config")
-                                  .Attr<int32_t>("rows_per_group"),
+                                  .Attr<int32_t>("rows_per_group")
+                                  .Attr<int32_t>("clears_unused"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_fp8gemm

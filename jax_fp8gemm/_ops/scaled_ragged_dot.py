@@ -12,7 +12,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm._ops.scaled_checks import check_block, check_result
-from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
+from jax_fp8gemm._primitives.grouped_gemm import UnusedRows, grouped_gemm
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -25,6 +25,7 @@ def scaled_ragged_dot(
     group_sizes: Int[Array, " g"],
     *,
     out_dtype: Any = jnp.bfloat16,
+    unused_rows: UnusedRows = "zero",
     implementation: Implementation = None,
 ) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
     """Multiplies each group of rows of lhs by the transpose of its own rhs[i].
@@ -39,13 +40,17 @@ def scaled_ragged_dot(
       group_sizes: (g,) integers, which stay on the device. A negative size counts as 0. A group
         that would end past row m, or max_m, ends there.
       out_dtype: bfloat16 or float32.
+      unused_rows: what the rows of no group hold in the result. "zero": zeros. "undefined", of the
+        masked form alone: anything, also NaN and other values in each run. Nothing is then written
+        there, which saves g * max_m * n elements of memory traffic. For callers that never read
+        these rows.
       implementation: as for scaled_matmul.
     Returns:
-      (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are zero, whatever lhs holds
-      there. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs over the axes that
-      cut k and, with lhs (m, k), over those that cut g.
+      (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are as `unused_rows` says,
+      whatever lhs holds there. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs
+      over the axes that cut k and, with lhs (m, k), over those that cut g.
     Raises:
-      ValueError: shapes, blocks or scales disagree, or implementation is wrong.
+      ValueError: shapes, blocks or scales disagree, or implementation or unused_rows is wrong.
       TypeError: a dtype is wrong.
       RuntimeError: implementation="cuda", and the kernel cannot run.
     """
@@ -67,6 +72,15 @@ def scaled_ragged_dot(
             f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
             f"got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
         )
+    if not isinstance(unused_rows, str) or unused_rows not in ("zero", "undefined"):
+        got = checks.short_repr(unused_rows)
+        raise ValueError(f"{op}: unused_rows must be 'zero' or 'undefined'; got {got}")
+    if unused_rows == "undefined" and lhs.ndim == 2:
+        raise ValueError(
+            f"{op}: unused_rows='undefined' must go with lhs (g, max_m, k); "
+            f"got lhs {checks.short_type(lhs)}, whose rows of no group are always zero"
+        )
     shape = *lhs.shape[:-1], rhs.shape[1]
     out_dtype = check_result(op, shape, out_dtype, implementation)
-    return grouped_gemm(lhs, rhs, *Groups.of_sizes(group_sizes), out_dtype, implementation)
+    how: dict[str, Any] = dict(implementation=implementation, unused_rows=unused_rows)
+    return grouped_gemm(lhs, rhs, *Groups.of_sizes(group_sizes), out_dtype, **how)

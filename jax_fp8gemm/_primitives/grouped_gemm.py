@@ -12,8 +12,7 @@ the first group_sizes[i] rows of lhs[i].
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,8 @@ from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
 
+UnusedRows = Literal["zero", "undefined"]
+
 _BLOCK = formats.SCALE_BLOCK
 
 
@@ -46,6 +47,7 @@ def grouped_gemm(
     implementation: Implementation = None,
     reduce_dtype: Any = jnp.float32,
     out_spec: PartitionSpec | None = None,
+    unused_rows: UnusedRows = "zero",
 ) -> jax.Array:
     """Multiplies groups of rows by their matrices: scaled_ragged_dot without the checks.
 
@@ -57,19 +59,22 @@ def grouped_gemm(
       out_dtype: bfloat16 or float32.
       reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k or g.
       out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
+      unused_rows: what the rows of no group hold: zeros, or anything, for which nothing is written.
+        The latter in the masked form alone.
     Returns:
-      (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are zero.
+      (m, n) or (g, max_m, n) array of out_dtype.
     """
     sizes = groups.as_int32(group_sizes)
     operands = (*values_and_scale(lhs), *values_and_scale(rhs), sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
-    params = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
+    dtypes = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
+    params = dict(**dtypes, unused_rows=unused_rows)
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
     return grouped_gemm_p(*operands, **how, **params)[0]
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, unused_rows):
     op = "grouped_gemm"
     checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
     checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
@@ -79,8 +84,15 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
+def _reference(*operands, out_dtype, unused_rows):
+    return _tile_by_tile(reference, *operands, out_dtype=out_dtype)
+
+
 def _tile_by_tile(multiply, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
-    """Multiplies 128 rows at a time, by `multiply`: the reference of gemm.py, or its emulation."""
+    """Multiplies 128 rows at a time, by `multiply`: the reference of gemm.py, or its emulation.
+
+    Rows of no group are zero.
+    """
     if lhs.ndim == 3:
         one = lambda xs: _tile_by_tile(multiply, *xs, first_row=first_row, out_dtype=out_dtype)[0]
         groups_first = (lhs, lhs_scale, rhs[:, None], rhs_scale[:, None], group_sizes[:, None])
@@ -111,12 +123,12 @@ def _tile_by_tile(multiply, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_r
     return [out[:m].astype(out_dtype)]
 
 
-def _emulation(*operands, out_dtype):
+def _emulation(*operands, out_dtype, unused_rows):
     (out,) = _tile_by_tile(product.multiply, *operands, out_dtype=jnp.dtype(jnp.float32))
     return [product.finish(f32.to_bits(out), [], out_dtype)]
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype):
+def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, unused_rows):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
     if 0 in (*batch, n, k):
@@ -151,11 +163,12 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
         first_row,
         config=config,
         rows_per_group=np.int32(batch[1] if len(batch) == 2 else 0),
+        clears_unused=np.int32(unused_rows == "zero"),
     )
     return [out[:, :n].reshape(*batch, n)]
 
 
-def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
+def _partition_rule(lhs, *_, out_dtype, unused_rows) -> PartitionRule:
     blocks = {"k": _BLOCK, "n": _BLOCK}
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
@@ -166,7 +179,7 @@ def _partition_rule(lhs, *_, out_dtype) -> PartitionRule:
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
 
-def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
+def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_rows):
     """Multiplies the rows of a device by the matrices on it, and skips rows of other groups."""
     *matrices, group_sizes, first_row = operands
     m, g = operands[0].shape[-2], operands[2].shape[0]
@@ -179,14 +192,14 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype):
         starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
         sizes, first_row = ends - starts, starts[:1]
     dtype = reduce_dtype if shards.is_summed else out_dtype
-    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype)
+    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, unused_rows=unused_rows)
     return [shards.reduce(out).astype(out_dtype)]
 
 
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
     shape_rule=_shape_rule,
-    reference=partial(_tile_by_tile, reference),
+    reference=_reference,
     ffi_call=_ffi_call,
     emulation=_emulation,
     partition_rule=_partition_rule,

@@ -106,6 +106,8 @@ std::vector<Case> ReadCases(const std::string& path) {
       }
     } else if (word == "rows_per_group") {
       line >> c.attributes.rows_per_group.emplace();
+    } else if (word == "clears_unused") {
+      line >> c.attributes.clears_unused;
     } else if (word == "config") {
       c.attributes.config = ReadConfig(line);
     } else if (word == "arg" || word == "ret") {
@@ -138,7 +140,10 @@ std::string Describe(const Case& c) {
   std::ostringstream text;
   text << c.op->name;
   for (const auto& [name, value] : c.attributes.config) text << " " << name << "=" << value;
-  if (c.attributes.rows_per_group) text << " rows_per_group=" << *c.attributes.rows_per_group;
+  if (c.attributes.rows_per_group) {
+    text << " rows_per_group=" << *c.attributes.rows_per_group
+         << " clears_unused=" << c.attributes.clears_unused;
+  }
   if (c.attributes.fault != AttributeFault::kNone) {
     text << " attribute_fault=" << static_cast<int>(c.attributes.fault);
   }

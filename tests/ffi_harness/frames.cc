@@ -114,6 +114,11 @@ class AttributeList {
       config_.Add(name, is_other ? XLA_FFI_AttrType_ARRAY : XLA_FFI_AttrType_SCALAR,
                   &members_.back());
     }
+    // XLA sorts attributes by name.
+    if (attributes.rows_per_group.has_value()) {
+      clears_ = {XLA_FFI_DataType_S32, const_cast<int32_t*>(&attributes.clears_unused)};
+      all_.Add(clears_name_, XLA_FFI_AttrType_SCALAR, &clears_);
+    }
     if (fault == AttributeFault::kNotDictionary) {
       all_.Add(config_name_, XLA_FFI_AttrType_SCALAR, &members_[0]);
     } else if (fault != AttributeFault::kAbsent) {
@@ -132,9 +137,10 @@ class AttributeList {
   const XLA_FFI_Attrs& Get() { return all_.Get(); }
 
  private:
-  const std::string config_name_ = "config", rows_name_ = "rows_per_group";
+  const std::string config_name_ = "config", rows_name_ = "rows_per_group",
+                    clears_name_ = "clears_unused";
   std::vector<XLA_FFI_Scalar> members_;
-  XLA_FFI_Scalar rows_;
+  XLA_FFI_Scalar rows_, clears_;
   int64_t wide_ = 0;
   Dictionary config_, all_;
 };

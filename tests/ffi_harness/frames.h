@@ -39,6 +39,7 @@ enum class AttributeFault {
 struct Attributes {
   Config config;
   std::optional<int32_t> rows_per_group;
+  int32_t clears_unused = 1;  // given beside rows_per_group
   AttributeFault fault = AttributeFault::kNone;
 };
 

@@ -42,12 +42,14 @@ class Case:
     args: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rets: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rows_per_group: int | None = None
+    clears_unused: bool = True  # given beside rows_per_group
 
     def text(self) -> str:
         """The case in the harness's format."""
         lines = [f"case {self.name}", f"op {self.op}"]
         if self.rows_per_group is not None:
             lines.append(f"rows_per_group {self.rows_per_group}")
+            lines.append(f"clears_unused {int(self.clears_unused)}")
         lines.append(f"config {config_text(self.config)}")
         for kind, buffers in (("arg", self.args), ("ret", self.rets)):
             for name, (dtype, dims) in buffers.items():
@@ -144,6 +146,8 @@ def _grouped_cases() -> list[Case]:
             name = f"grouped rows {_tile_name(config)} {out}, {form}, {g} groups"
             case = _grouped_rows(name, config, out, m, g)
             cases.append(replace(case, rows_per_group=rows_per_group))
+    masked = replace(cases[-1], name="grouped rows, unused rows left", clears_unused=False)
+    cases.append(masked)
     for config in tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
         for out in ("bf16", "f32", "accumulate"):
             name = f"grouped contraction {_tile_name(config)} {out}"

@@ -139,8 +139,9 @@ std::string WorkFault(const Case& c, const fake::Work& work) {
   for (const fake::Launch& launch : work.launches) {
     c.op == &kQuantize ? CheckQuantize(c, launch, check) : CheckGemm(c, launch, check);
   }
-  const bool is_masked = c.attributes.rows_per_group.value_or(0) != 0;
-  const size_t num_memsets = c.op == &kGroupedGemm ? 1 + is_masked : 0;
+  const bool clears_out =
+      c.attributes.rows_per_group.value_or(0) != 0 && c.attributes.clears_unused == 1;
+  const size_t num_memsets = c.op == &kGroupedGemm ? 1 + clears_out : 0;
   check.Require(work.memsets.size() == num_memsets, "fills: of next_tile and of a masked out");
   for (const fake::Memset& memset : work.memsets) CheckMemset(c, memset, check);
   return check.fault();

@@ -69,7 +69,7 @@ def _gemm(case: Case) -> dict:
     m, k = case.args["lhs"][1]
     n = case.args["rhs"][1][0] if c["grouping"] != 1 else case.rets["out"][1][1]
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0
-    is_masked = bool(case.rows_per_group)
+    clears_out = bool(case.rows_per_group) and case.clears_unused
     name_if = lambda name, condition: name if condition else None
     params = _tensor_maps(case) | {
         "lhs_scale": "lhs_scale",
@@ -90,7 +90,10 @@ def _gemm(case: Case) -> dict:
         "grid": [_gemm_grid(case, m, n, g), 1],
         "block": 128 * (c["num_consumers"] + 1),
         "cluster": c["cluster_m"] * c["cluster_n"],
-        "zeroed": [*(["next_tile"] if c["grouping"] == 1 else []), *(["out"] if is_masked else [])],
+        "zeroed": [
+            *(["next_tile"] if c["grouping"] == 1 else []),
+            *(["out"] if clears_out else []),
+        ],
         "params": params,
     }
 

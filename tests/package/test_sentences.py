@@ -61,6 +61,14 @@ def test_text_of_many_lines_is_told_by_its_type():
         fp8.quantize(X, implementation=functools)
 
 
+def test_no_choice_of_unused_rows():
+    lhs, rhs = fp8.quantize(jnp.ones((2, 4, 128))), fp8.quantize(MATRICES, block=(128, 128))
+    for given, said in ((0, "0"), ("nothing", "'nothing'"), (functools, "module")):
+        message = rf"^scaled_ragged_dot: unused_rows must be 'zero' or 'undefined'; got {said}$"
+        with raises(ValueError, match=message):
+            fp8.scaled_ragged_dot(lhs, rhs.T, SIZES, unused_rows=given)
+
+
 def test_byte_swapped_arrays():
     swapped = np.ones((4, 2), ">f4")
     with raises(TypeError, match=r"^moe_layer: router must .*; got router byte-swapped f32\[4,2\]"):

@@ -171,6 +171,33 @@ def test_masked_form_of_any_sizes_with_nan_in_the_masked_rows(sizes):
     assert_exact(jitted_dot(bad, rhs, int32(sizes)), masked_truth(lhs, rhs, sizes))
 
 
+def test_masked_form_whose_unused_rows_may_hold_anything():
+    lhs, rhs = masked(9, 3)
+    dot = jax.jit(
+        functools.partial(scaled_ragged_dot, out_dtype=jnp.float32, unused_rows="undefined")
+    )
+    sizes = (4, 0, 9)
+    found, truth = dot(lhs, rhs, int32(sizes)), masked_truth(lhs, rhs, sizes)
+    is_valid = np.arange(9) < np.asarray(sizes)[:, None]
+    assert_exact(np.asarray(found)[is_valid], truth[is_valid])
+
+
+def test_unused_rows_of_groups_that_follow_each_other_are_always_zero():
+    lhs, rhs = dot_operands(9, 24, 140, 3)
+    with pytest.raises(ValueError, match="scaled_ragged_dot: unused_rows='undefined' must go with"):
+        scaled_ragged_dot(lhs, rhs, int32((1, 2, 3)), unused_rows="undefined")
+
+
+def test_only_zero_rows_are_cleared():
+    """What the lowered call says to the launch code."""
+    lhs, rhs = masked(9, 3)
+    for unused, clears in (("zero", 1), ("undefined", 0)):
+        dot = jax.jit(functools.partial(scaled_ragged_dot, unused_rows=unused))
+        traced = dot.trace(lhs, rhs, int32((1, 2, 3)))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert f"clears_unused = {clears} : i32" in text
+
+
 @pytest.mark.parametrize("m, n, k", [(0, 8, 140), (8, 0, 140), (8, 8, 0)])
 def test_of_empty_extents(m, n, k):
     lhs, rhs = dot_operands(m, n, k, 3)

@@ -141,6 +141,11 @@ def test_masked_groups_have_the_bits_of_their_own_products(sizes):
         expected = jf.scaled_matmul(rows, weights, implementation="cuda")
         assert_same(out[i, :size], expected[:size], f"group {i}")
         assert not np.any(np.asarray(bits(out[i, size:])))
+    left = jf.scaled_ragged_dot(
+        lhs, rhs, group_sizes, unused_rows="undefined", implementation="cuda"
+    )
+    is_valid = np.arange(max_m) < np.asarray(sizes)[:, None]
+    assert_same(np.asarray(left)[is_valid], np.asarray(out)[is_valid], "rows of groups")
 
 
 @sizes_cases
