@@ -71,11 +71,13 @@ class MoEConfig:
         return replace(self, hidden=hidden, intermediate=intermediate, num_experts=num_experts)
 
 
-DEEPSEEK_V3 = MoEConfig(
-    hidden=7168,
-    intermediate=2048,
-    num_experts=256,
-    top_k=8,
+def _of_sizes(hidden: int, intermediate: int, num_experts: int, top_k: int) -> MoEConfig:
+    """Returns the plain mixture of these sizes: softmax, SwiGLU, no shared expert, no bias."""
+    return MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=num_experts, top_k=top_k)
+
+
+DEEPSEEK_V3 = replace(
+    _of_sizes(7168, 2048, 256, 8),
     num_shared_experts=1,
     scoring="sigmoid",
     n_group=8,
@@ -86,11 +88,8 @@ DEEPSEEK_V3 = MoEConfig(
 """DeepSeek-V3, V3.1, V3.2 and R1. Source: inference/model.py and config_671B.json of
 deepseek-ai/DeepSeek-V3; section 2.1.2 of its report."""
 
-DEEPSEEK_V4_FLASH = MoEConfig(
-    hidden=4096,
-    intermediate=2048,
-    num_experts=256,
-    top_k=6,
+DEEPSEEK_V4_FLASH = replace(
+    _of_sizes(4096, 2048, 256, 6),
     num_shared_experts=1,
     scoring="sqrtsoftplus",
     scale=1.5,
@@ -112,28 +111,22 @@ KIMI_K2 = replace(DEEPSEEK_V3, num_experts=384, n_group=1, topk_group=1, scale=2
 GLM_5 = replace(DEEPSEEK_V3, hidden=6144, n_group=1, topk_group=1)
 """GLM-5. Source: glm_moe_dsa of transformers, whose defaults it is."""
 
-QWEN3_235B_A22B = MoEConfig(hidden=4096, intermediate=1536, num_experts=128, top_k=8)
+QWEN3_235B_A22B = _of_sizes(4096, 1536, 128, 8)
 """Qwen3-235B-A22B. Source: its config.json, and qwen3_moe of transformers."""
 
-QWEN3_30B_A3B = MoEConfig(hidden=2048, intermediate=768, num_experts=128, top_k=8)
+QWEN3_30B_A3B = _of_sizes(2048, 768, 128, 8)
 """Qwen3-30B-A3B. Source: its config.json, and qwen3_moe of transformers."""
 
-GPT_OSS_120B = MoEConfig(
-    hidden=2880,
-    intermediate=2880,
-    num_experts=128,
-    top_k=4,
+GPT_OSS_120B = replace(
+    _of_sizes(2880, 2880, 128, 4),
     activation=ClampedSwiglu(7.0, alpha=1.702, up_offset=1.0),
     has_router_bias=True,
     has_expert_biases=True,
 )
 """gpt-oss-120b. Source: gpt_oss of transformers, whose defaults it is."""
 
-LLAMA_4_MAVERICK = MoEConfig(
-    hidden=5120,
-    intermediate=8192,
-    num_experts=128,
-    top_k=1,
+LLAMA_4_MAVERICK = replace(
+    _of_sizes(5120, 8192, 128, 1),
     num_shared_experts=1,
     scoring="sigmoid",
     normalize=False,
@@ -142,5 +135,5 @@ LLAMA_4_MAVERICK = MoEConfig(
 """Llama 4 Maverick (17B-128E). Source: its config.json, and llama4 of transformers. With one choice
 for each token, moe_layer(weights * x, (indices, ones), ...) is its block."""
 
-MIXTRAL_8X7B = MoEConfig(hidden=4096, intermediate=14336, num_experts=8, top_k=2)
+MIXTRAL_8X7B = _of_sizes(4096, 14336, 8, 2)
 """Mixtral 8x7B. Source: its config.json, and mixtral of transformers."""
