@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -31,6 +32,12 @@ class LayerOptions:
     recipe: Recipe
     implementation: Implementation
     activation: Activation
+
+    @property
+    def of_mlp(self) -> dict[str, Any]:
+        """The arguments of moe_mlp and gated_mlp beside the arrays."""
+        names = "activation", "recipe", "implementation"
+        return {name: getattr(self, name) for name in names}
 
     def choose(
         self, router: Router, bias: jax.Array | None, num_experts: int

@@ -46,10 +46,4 @@ def add_shared_expert(
             lambda w: jax.sharding.reshard(w, whole) if jax.typeof(w).sharding.mesh.empty else w,
             experts,
         )
-    return out + gated_mlp(
-        x,
-        *experts,
-        activation=options.activation,
-        recipe=options.recipe,
-        implementation=options.implementation,
-    )
+    return out + gated_mlp(x, *experts, **options.of_mlp)
