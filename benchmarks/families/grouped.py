@@ -129,5 +129,5 @@ def _config_text(
     m: int, n: int, k: int, groups: int, is_1d1d: bool = False, accumulate: bool = False
 ) -> str:
     how = dict(is_1d1d=is_1d1d, out_f32=is_1d1d, accumulate=accumulate)
-    c = choose.choose_grouped(m, n, k, groups, num_sms=extension.num_sms(), **how)
+    c = choose.choose(m, n, k, groups, num_sms=extension.num_sms(), **how)
     return tile_text(c)

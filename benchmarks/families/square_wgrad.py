@@ -39,7 +39,7 @@ def _case(shape: Shape, accumulate: bool) -> Case:
         tokens, grouping = int(sizes.sum()), tile_config.GROUPED_CONTRACTION
         labels: dict[str, Any] = dict(groups=shape.groups, m=shape.m, n=n, expected_k=shape.k)
         extents = n, shape.m, _groups.ragged_extent(tokens, shape.groups), shape.groups
-        config = choose.choose_grouped(*extents, num_sms=num_sms, **how)
+        config = choose.choose(*extents, num_sms=num_sms, **how)
         work = wgrad_work(shape, tokens, accumulate)
     else:
         tokens, grouping = shape.k, 0

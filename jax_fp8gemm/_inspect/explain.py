@@ -148,7 +148,7 @@ def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
     if flop == 0:
         return None, 0, 0.0
     m, n = _exchanged(m, n, spec)
-    config = choose.choose_grouped(m, n, k, g, **spec, num_sms=hopper.NUM_SMS)
+    config = choose.choose(m, n, k, g, **spec, num_sms=hopper.NUM_SMS)
     grouping = GROUPED_CONTRACTION if spec["is_1d1d"] or spec["transpose_out"] else GROUPED_ROWS
     how = spec["is_1d1d"], _out_bytes(spec), hopper.NUM_SMS, grouping
     return _text(config), flop, cost.grouped_time_us(config, m, n, k, g, *how)

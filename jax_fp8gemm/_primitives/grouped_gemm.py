@@ -141,7 +141,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
     spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
     num_sms = extension.num_sms()
-    config = choose.choose_grouped(m, n, k, g, **spec, num_sms=num_sms).attributes(
+    config = choose.choose(m, n, k, g, **spec, num_sms=num_sms).attributes(
         **spec,
         **tile_config.formats(lhs, rhs),
         num_sms=num_sms,

@@ -167,7 +167,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool
     if is_2d1d:
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     num_sms = extension.num_sms()
-    config = choose.choose_grouped(*extents, t, g, **spec, num_sms=num_sms).attributes(
+    config = choose.choose(*extents, t, g, **spec, num_sms=num_sms).attributes(
         **spec,
         **tile_config.formats(lhs, rhs),
         num_sms=num_sms,

@@ -1,4 +1,4 @@
-"""choose, choose_grouped: which TileConfig a product gets.
+"""choose: which TileConfig a product gets.
 
 The choice is a pure function of static shapes and the number of multiprocessors. It is made when a
 program is lowered, and baked into the executable. A table of measured overrides comes first; other
@@ -37,6 +37,7 @@ def choose(
     m: int,
     n: int,
     k: int,
+    num_groups: int | None = None,
     *,
     is_1d1d: bool,
     out_f32: bool,
@@ -46,38 +47,19 @@ def choose(
 ) -> TileConfig:
     """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1.
 
+    num_groups: None without groups. A grouped product gets its config as if all groups were about
+      as large. 1d2d, groups of rows: m counts the rows of all groups; n and k are those of one
+      group. 1d1d or transpose_out, groups of the contraction: k counts the tokens of all groups; m
+      and n are those of one.
     transpose_out: whether the result is stored as (n, m).
     """
     if _forced:
         return _forced[-1]
     m, n, k = map(_known, (m, n, k))
-    out_bytes = _out_bytes(out_f32, accumulate)
-    return _choose(m, n, k, is_1d1d, transpose_out, out_bytes, num_sms)
-
-
-def choose_grouped(
-    m: int,
-    n: int,
-    k: int,
-    num_groups: int,
-    *,
-    is_1d1d: bool,
-    out_f32: bool,
-    accumulate: bool,
-    transpose_out: bool = False,
-    num_sms: int = hopper.NUM_SMS,
-) -> TileConfig:
-    """Returns the config for a grouped product, as if all groups were about as large.
-
-    1d2d, groups of rows: m counts the rows of all groups; n and k are those of one group.
-    1d1d or transpose_out, groups of the contraction: k counts the tokens of all groups; m and n are
-    those of one.
-    """
-    if _forced:
-        return _forced[-1]
-    m, n, k = map(_known, (m, n, k))
-    out_bytes = _out_bytes(out_f32, accumulate)
-    return _choose_grouped(m, n, k, num_groups, is_1d1d, transpose_out, out_bytes, num_sms)
+    how = is_1d1d, transpose_out, _out_bytes(out_f32, accumulate), num_sms
+    if num_groups is None:
+        return _choose(m, n, k, *how)
+    return _choose_grouped(m, n, k, num_groups, *how)
 
 
 def _known(extent: object) -> int:

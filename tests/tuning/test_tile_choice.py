@@ -37,7 +37,7 @@ def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, out_f32
 def test_every_grouped_shape_gets_a_config_of_its_family(m, n, k, num_groups, is_1d1d, out_f32):
     grouping = tile_config.GROUPED_CONTRACTION if is_1d1d else tile_config.GROUPED_ROWS
     how = dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=False)
-    config = choose.choose_grouped(m, n, k, num_groups, **how)
+    config = choose.choose(m, n, k, num_groups, **how)
     assert config in tile_config.configs(grouping, is_1d1d=is_1d1d)
 
 
