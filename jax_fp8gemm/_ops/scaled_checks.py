@@ -6,8 +6,15 @@ from typing import Any
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import OUT_DTYPES
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm._ops.product_spec import DType
+
+
+def check_matrices(op: str, lhs: ScaledArray, rhs: ScaledArray, k: str, hint: str = "") -> None:
+    """Raises unless lhs is a quantised matrix (m, k) and rhs one (n, k). k: how errors call it."""
+    for name, x, rows in (("lhs", lhs, "m"), ("rhs", rhs, "n")):
+        check_scaled_array(op, name, x)
+        checks.check_ndim(op, name, x, 2, f"({rows}, {k})", hint=hint)
 
 
 def check_block(op: str, name: str, x: ScaledArray, block: tuple[int, int]) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.scaled_checks import check_block, check_result
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.scaled_checks import check_block, check_matrices, check_result
 from jax_fp8gemm._primitives.gemm import gemm
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ def scaled_matmul(
     """
     op = "scaled_matmul"
     lhs, rhs, accumulate_into = map(arrays.as_array, (lhs, rhs, accumulate_into))
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_scaled_array(op, name, x)
-        hint = "Map leading dimensions with jax.vmap."
-        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, k)", hint=hint)
+    check_matrices(op, lhs, rhs, "k", hint="Map leading dimensions with jax.vmap.")
     check_block(op, "lhs", lhs, (1, 128))
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = lhs.shape[0], rhs.shape[0]

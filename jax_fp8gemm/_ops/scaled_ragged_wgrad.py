@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks, groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
-from jax_fp8gemm._ops.scaled_checks import check_block, check_result
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.scaled_checks import check_block, check_matrices, check_result
 from jax_fp8gemm._primitives.grouped_wgrad import check_tokens, grouped_wgrad
 
 if TYPE_CHECKING:
@@ -48,10 +48,9 @@ def scaled_ragged_wgrad(
     op = "scaled_ragged_wgrad"
     operands = map(arrays.as_array, (lhs, rhs, group_sizes, accumulate_into))
     lhs, rhs, group_sizes, accumulate_into = operands
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        check_scaled_array(op, name, x)
-        checks.check_ndim(op, name, x, 2, f"({'m' if name == 'lhs' else 'n'}, t)")
-        check_block(op, name, x, (1, 128))
+    check_matrices(op, lhs, rhs, "t")
+    check_block(op, "lhs", lhs, (1, 128))
+    check_block(op, "rhs", rhs, (1, 128))
     check_tokens(op, lhs, rhs)
     checks.check_array(op, "group_sizes", group_sizes)
     groups.check_group_sizes(op, group_sizes)
