@@ -36,7 +36,7 @@ constexpr bool AreFieldsSorted() {
   return true;
 }
 
-// What xla::ffi::AttrDecoding of a config is.
+// What FFI_DECODE_CONFIG makes of xla::ffi::AttrDecoding.
 template <typename Config>
 struct ConfigDecoding {
   using Type = Config;
@@ -67,5 +67,11 @@ struct ConfigDecoding {
 };
 
 }  // namespace jax_fp8gemm
+
+// Lets handlers take attributes of the type jax_fp8gemm::Config. Outside of any namespace.
+#define FFI_DECODE_CONFIG(Config)                    \
+  template <>                                        \
+  struct xla::ffi::AttrDecoding<jax_fp8gemm::Config> \
+      : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::Config> {}
 
 #endif  // JAX_FP8GEMM_CONFIG_ATTRIBUTE_H_

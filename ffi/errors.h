@@ -90,24 +90,14 @@ auto NoThrow(Body&& body) -> decltype(body()) {
 
 // JAX's short name of a dtype: "bf16", "f8e4m3fn".
 inline const char* ShortType(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F8E4M3FN:
-      return "f8e4m3fn";
-    case ffi::DataType::F8E5M2:
-      return "f8e5m2";
-    case ffi::DataType::BF16:
-      return "bf16";
-    case ffi::DataType::F16:
-      return "f16";
-    case ffi::DataType::F32:
-      return "f32";
-    case ffi::DataType::F64:
-      return "f64";
-    case ffi::DataType::S32:
-      return "i32";
-    default:
-      return "other";
+  using T = ffi::DataType;
+  constexpr std::pair<T, const char*> kNames[] = {
+      {T::F8E4M3FN, "f8e4m3fn"}, {T::F8E5M2, "f8e5m2"}, {T::BF16, "bf16"}, {T::F16, "f16"},
+      {T::F32, "f32"},           {T::F64, "f64"},       {T::S32, "i32"}};
+  for (const auto& [named, name] : kNames) {
+    if (named == type) return name;
   }
+  return "other";
 }
 
 // JAX's short type of a buffer: "f8e4m3fn[4096,7168]". Pass `*result` for a result.

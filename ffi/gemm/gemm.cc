@@ -80,16 +80,10 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInstantiateHandler, Instantiate<GemmConfig>,
-                              BindInstantiate<GemmConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmPrepareHandler, Prepare<GemmConfig>, BindPrepare<GemmConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmExecuteHandler, Execute,
-                              BindProduct()
-                                  .RemainingArgs()        // accum, if accumulate
-                                  .Ret<ffi::AnyBuffer>()  // out
-                                  .Attr<GemmConfig>("config"),
-                              {ffi::Traits::kCmdBufferCompatible});
+FFI_DEFINE_HANDLERS(Gemm, GemmConfig,
+                    BindProduct()
+                        .RemainingArgs()        // accum, if accumulate
+                        .Ret<ffi::AnyBuffer>()  // out
+                        .Attr<GemmConfig>("config"));
 
 }  // namespace jax_fp8gemm

@@ -85,8 +85,6 @@ KernelSource MakeKernelSource(const GemmConfig& config);
 
 }  // namespace jax_fp8gemm
 
-template <>
-struct xla::ffi::AttrDecoding<jax_fp8gemm::GemmConfig>
-    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::GemmConfig> {};
+FFI_DECODE_CONFIG(GemmConfig);
 
 #endif  // JAX_FP8GEMM_GEMM_GEMM_CONFIG_H_

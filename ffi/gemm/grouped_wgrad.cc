@@ -49,18 +49,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradInstantiateHandler, Instantiate<GemmConfig>,
-                              BindInstantiate<GemmConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradPrepareHandler, Prepare<GemmConfig>,
-                              BindPrepare<GemmConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedWgradExecuteHandler, Execute,
-                              BindProduct()
-                                  .Arg<ffi::AnyBuffer>()  // group_sizes
-                                  .RemainingArgs()        // accum, if accumulate
-                                  .Ret<ffi::AnyBuffer>()  // out
-                                  .Attr<GemmConfig>("config"),
-                              {ffi::Traits::kCmdBufferCompatible});
+FFI_DEFINE_HANDLERS(GroupedWgrad, GemmConfig,
+                    BindProduct()
+                        .Arg<ffi::AnyBuffer>()  // group_sizes
+                        .RemainingArgs()        // accum, if accumulate
+                        .Ret<ffi::AnyBuffer>()  // out
+                        .Attr<GemmConfig>("config"));
 
 }  // namespace jax_fp8gemm

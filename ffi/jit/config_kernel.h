@@ -98,4 +98,14 @@ auto BindPrepare() {
 
 }  // namespace jax_fp8gemm
 
+// Defines the handlers of an operation whose config is its only attribute. `binding` is that of the
+// function Execute; command buffers may capture it.
+#define FFI_DEFINE_HANDLERS(Operation, Config, binding)                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(Operation##InstantiateHandler, Instantiate<Config>, \
+                                BindInstantiate<Config>());                         \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(Operation##PrepareHandler, Prepare<Config>,         \
+                                BindPrepare<Config>());                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(Operation##ExecuteHandler, Execute, binding,        \
+                                {ffi::Traits::kCmdBufferCompatible})
+
 #endif  // JAX_FP8GEMM_JIT_CONFIG_KERNEL_H_

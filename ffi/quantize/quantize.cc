@@ -66,20 +66,13 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeInstantiateHandler, Instantiate<QuantizeConfig>,
-                              BindInstantiate<QuantizeConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePrepareHandler, Prepare<QuantizeConfig>,
-                              BindPrepare<QuantizeConfig>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecuteHandler, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream>>()
-                                  .Arg<ffi::AnyBuffer>()  // x, or gate_up
-                                  // dh; x_scale, rows, weights; if ragged, group_sizes, first_row
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<QuantizeConfig>("config"),
-                              {ffi::Traits::kCmdBufferCompatible});
+FFI_DEFINE_HANDLERS(Quantize, QuantizeConfig,
+                    ffi::Ffi::Bind()
+                        .Ctx<ffi::PlatformStream<CUstream>>()
+                        .Arg<ffi::AnyBuffer>()  // x, or gate_up
+                        // dh; x_scale, rows, weights; if ragged, group_sizes, first_row
+                        .RemainingArgs()
+                        .RemainingRets()
+                        .Attr<QuantizeConfig>("config"));
 
 }  // namespace jax_fp8gemm

@@ -93,8 +93,6 @@ KernelSource MakeKernelSource(const QuantizeConfig& config);
 
 }  // namespace jax_fp8gemm
 
-template <>
-struct xla::ffi::AttrDecoding<jax_fp8gemm::QuantizeConfig>
-    : jax_fp8gemm::ConfigDecoding<jax_fp8gemm::QuantizeConfig> {};
+FFI_DECODE_CONFIG(QuantizeConfig);
 
 #endif  // JAX_FP8GEMM_QUANTIZE_QUANTIZE_CONFIG_H_
