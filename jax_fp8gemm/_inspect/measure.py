@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data.dequantize import spread_scale
 from jax_fp8gemm._inspect import site
 from jax_fp8gemm._inspect.walk import Found, Measure
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import gated, gated_grad
 from jax_fp8gemm._primitives.gather_quantize import gathered
-from jax_fp8gemm._primitives.quantize import SQUARE_MODES
-from jax_fp8gemm._primitives.quantize_args import has_square_columns, split_mode
 from jax_fp8gemm._primitives.quantize_ragged import unquantised_columns
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
@@ -87,7 +86,7 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
     """Yields (how the blocks lie, unquantised values, FP8 values, scales), in f32."""
     name, params = eqn.primitive.name.removeprefix(site.PREFIX), eqn.params
     x, mode = operands[0], params["mode"]
-    if name == "quantize" and mode in SQUARE_MODES:
+    if name == "quantize" and mode in modes.SQUARE:
         y = x.mT if mode == "block_transposed" else x
         yield "block", y.astype(jnp.float32), results[0], results[-1]
         return
@@ -99,14 +98,14 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
         y = gated_grad(x, operands[1], params["activation"])
     else:
         y = x.astype(jnp.float32)
-    has_rows, has_columns = split_mode(mode)
+    has_rows, has_columns = modes.split(mode)
     if has_rows:
         yield "row", y, results[0], results[1]
     if has_columns:
         columns = jnp.moveaxis(y, -1, 0)
         if name != "quantize":
             columns = unquantised_columns(y, *operands[-2:])
-        if not has_square_columns(mode):
+        if not modes.has_square_columns(mode):
             yield "column", columns, results[-2], results[-1]
         else:  # as matrices: the dimensions between k and m are no part of a block
             yield "block", *(z.reshape(z.shape[0], -1) for z in (columns, *results[-2:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jax_fp8gemm._primitives.quantize import SQUARE_MODES
+from jax_fp8gemm._primitives import modes
 
 # Names of transformations in a name stack: jvp(...), transpose(jvp(...)), vmap(...).
 _TRANSFORM = re.compile(r"\w+\(|\)")
@@ -56,7 +56,7 @@ def operand_of(stack: str, eqn: Any) -> str:
         return "dout"
     if op == name:
         return "x"
-    if name == "quantize" and mode in SQUARE_MODES:
+    if name == "quantize" and mode in modes.SQUARE:
         return "rhs"
     is_again = name == "swiglu_quantize" or eqn.invars[0].aval.dtype.itemsize == 1
     return "dout" if pass_of(stack) == "backward" and not is_again else "lhs"

@@ -13,6 +13,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -23,14 +24,9 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.dequantize import spread_scale
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize_args import (
-    QuantizeArgs,
-    bind_args,
-    keep_used_axes,
-    scaled_arrays,
-    split_mode,
-)
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
@@ -64,16 +60,10 @@ def gather_quantize(
       one ScaledArray, or two in modes of both.
     """
     arrays = values_and_scale(x) if isinstance(x, ScaledArray) else (x,)
-    results = gather_quantize_p(
-        *arrays,
-        rows,
-        *(() if weights is None else (weights,)),
-        group_sizes,
-        first_row,
-        is_weighted=weights is not None,
-        **bind_args(mode, args),
-    )
-    return scaled_arrays(results, mode)
+    bind = partial(gather_quantize_p, is_weighted=weights is not None)
+    of_weights = () if weights is None else (weights,)
+    operands = *arrays, rows, *of_weights, group_sizes, first_row
+    return bind_in_mode(bind, operands, mode, args)
 
 
 def _split(operands: Sequence[Any], is_weighted: bool) -> tuple[Any, Any, Any, Any, Any]:
@@ -100,7 +90,7 @@ def _shape_rule(*operands, is_weighted: bool, mode: str, e5m2: bool, pow2_scale:
             f"{_OP}: x (s, k) must have a row if rows (m,) has one; "
             f"got x {checks.short_type(x)}, rows {checks.short_type(rows)}"
         )
-    if scale and split_mode(mode)[0]:
+    if scale and modes.split(mode)[0]:
         raise ValueError(
             f"{_OP}: mode must be 'column' or 'block_transposed' for an FP8 x; "
             f"got mode {mode!r}, x {checks.short_type(x)}"
@@ -156,7 +146,7 @@ def _ffi_call(*operands, is_weighted: bool, **params) -> list[jax.Array]:
 def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> PartitionRule:
     """A mesh may cut the features alone, for a device may need any row of x."""
     _, scale, _, weights, _ = _split(operands, is_weighted)
-    rows, columns = split_mode(mode)
+    rows, columns = modes.split(mode)
     return PartitionRule(
         ("s k", *["s k"] * len(scale), "m", *["m"] * len(weights), "sizes", "first"),
         ("m k",) * (2 if rows else 0) + ("k tokens",) * (2 if columns else 0),

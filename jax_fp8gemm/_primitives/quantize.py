@@ -30,23 +30,15 @@ from jax.typing import ArrayLike
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.batch import map_batch
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize_args import (
-    QuantizeArgs,
-    bind_args,
-    columns_mode,
-    has_square_columns,
-    keep_used_axes,
-    scaled_arrays,
-)
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
 
 _BLOCK = formats.SCALE_BLOCK
-# The modes with 128x128 blocks alone. Their kernel takes (batch, m, k).
-SQUARE_MODES = ("block", "block_transposed", "block_both")
 # The largest batch of one launch is CUDA's largest second extent of a grid.
 _MAX_BATCH = 65535
 
@@ -56,11 +48,7 @@ def quantize_in_mode(
     x: ArrayLike, mode: str, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ...]:
     """Quantises x (..., m, k) without checks. Modes of rows and columns have two results."""
-    results = quantize_p(jnp.asarray(x), **bind_args(mode, args))
-    if mode not in SQUARE_MODES:
-        return scaled_arrays(results, mode)
-    values, *transposed, scale = results
-    return (ScaledArray(values, scale, next(iter(transposed), None), (_BLOCK, _BLOCK)),)
+    return bind_in_mode(quantize_p, [jnp.asarray(x)], mode, args)
 
 
 def rows_and_columns(
@@ -70,7 +58,7 @@ def rows_and_columns(
 
     column_block: the scale block of the latter, (1, 128) or (128, 128).
     """
-    rows, columns = quantize_in_mode(x, columns_mode(column_block, with_rows=True), **args)
+    rows, columns = quantize_in_mode(x, modes.of_columns(column_block, with_rows=True), **args)
     return rows, columns
 
 
@@ -127,7 +115,7 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     results = _shape_rule(x, **params)
     if x.size == 0:
         return _reference(x, **params)
-    if x.ndim > (3 if mode in SQUARE_MODES else 2):
+    if x.ndim > (3 if mode in modes.SQUARE else 2):
         folded = _call_folded(partial(_ffi_call, **params), x, mode)
         return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
     if x.ndim == 3 and len(x) > _MAX_BATCH:
@@ -137,7 +125,7 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernel reads them along rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
     layouts = [column_major if r.dtype == jnp.float32 else row_major for r in results]
-    if mode in SQUARE_MODES or has_square_columns(mode):
+    if mode in modes.SQUARE or modes.has_square_columns(mode):
         layouts[-1] = row_major
     config = quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
     call = jax.ffi.ffi_call(
@@ -157,7 +145,7 @@ def _call_folded(call, x, mode: str) -> Sequence[jax.Array]:
     """
     *batch, m, k = x.shape
     matrices = x.reshape(math.prod(batch), m, k)
-    if mode in SQUARE_MODES:
+    if mode in modes.SQUARE:
         return call(matrices)
     if mode == "row" or m % _BLOCK == 0:
         return call(matrices.reshape(-1, k))

@@ -23,16 +23,9 @@ from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.quantize_args import (
-    QuantizeArgs,
-    bind_args,
-    columns_mode,
-    has_square_columns,
-    keep_used_axes,
-    scaled_arrays,
-    split_mode,
-)
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
@@ -60,7 +53,7 @@ def rows_and_ragged_columns(
 
     column_block: the scale block of the latter, (1, 128) or (128, 128).
     """
-    mode = columns_mode(column_block, with_rows=True)
+    mode = modes.of_columns(column_block, with_rows=True)
     rows, columns = _quantize(x, group_sizes, first_row, mode, args)
     return rows, columns
 
@@ -70,7 +63,7 @@ def _quantize(
     x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, mode: str, args: QuantizeArgs
 ) -> tuple[ScaledArray, ...]:
     operands = jnp.asarray(x), _groups.as_int32(group_sizes), first_row
-    return scaled_arrays(quantize_ragged_p(*operands, **bind_args(mode, args)), mode)
+    return bind_in_mode(quantize_ragged_p, operands, mode, args)
 
 
 def check_operands(op: str, x: Any, group_sizes: Any) -> None:
@@ -91,8 +84,8 @@ def result_types(
     m: int, k: int, num_groups: int, mode: str, e5m2: bool
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of (m, k) quantised along k, along the tokens of each group, or both."""
-    rows, columns = split_mode(mode)
-    block_m = formats.SCALE_BLOCK if has_square_columns(mode) else 1
+    rows, columns = modes.split(mode)
+    block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
     t = _groups.ragged_extent(m, num_groups)
     return [
         *(block_types(m, k, 1, e5m2) if rows else ()),
@@ -105,12 +98,12 @@ def reference(
 ) -> list[jax.Array]:
     """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX."""
     x = x.astype(jnp.float32)
-    has_rows, has_columns = split_mode(mode)
+    has_rows, has_columns = modes.split(mode)
     rows = quantize_blocks(x, 1, e5m2, pow2_scale) if has_rows else []
     if not has_columns:
         return rows
     columns = unquantised_columns(x, group_sizes, first_row)
-    block_m = formats.SCALE_BLOCK if has_square_columns(mode) else 1
+    block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
     return [*rows, *quantize_blocks(columns, block_m, e5m2, pow2_scale)]
 
 
@@ -171,7 +164,7 @@ def call_kernel(
         activation=activation,
     )
     output_layouts = [row_major, column_major] * (len(results) // 2)
-    if has_square_columns(mode):
+    if modes.has_square_columns(mode):
         output_layouts[-1] = row_major
     call = jax.ffi.ffi_call(
         target,
@@ -187,9 +180,9 @@ def _partition_rule(*_, mode: str, **params) -> PartitionRule:
 
     For them, devices that hold different tokens exchange what they hold.
     """
-    rows, columns = split_mode(mode)
+    rows, columns = modes.split(mode)
     blocks = {"k": formats.SCALE_BLOCK} if rows else {}
-    if has_square_columns(mode):
+    if modes.has_square_columns(mode):
         blocks |= dict.fromkeys("kc", formats.SCALE_BLOCK)
     return PartitionRule(
         ("t k", "sizes", "first"),
@@ -201,7 +194,7 @@ def _partition_rule(*_, mode: str, **params) -> PartitionRule:
 
 
 def _run_shard(run, x, *groups, shards: Shards, mode: str, **params):
-    of_rows, of_columns = split_mode(mode)
+    of_rows, of_columns = modes.split(mode)
     if of_columns is None or shards.count("t") == 1:
         return run(x, *groups, mode=mode, **params)
     rows = run(x, *groups, mode=of_rows, **params) if of_rows else []

@@ -32,17 +32,10 @@ from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._emulation import gated as emulated
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gated import gated, gated_grad
-from jax_fp8gemm._primitives.quantize_args import (
-    QuantizeArgs,
-    bind_args,
-    columns_mode,
-    has_square_columns,
-    keep_used_axes,
-    scaled_arrays,
-    split_mode,
-)
+from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
@@ -70,7 +63,7 @@ def swiglu_quantize(
     """
     operands = gate_up, group_sizes, first_row
     bind = partial(swiglu_quantize_p, activation=activation)
-    mode = columns_mode(column_block, with_rows=True) if with_columns else "row"
+    mode = modes.of_columns(column_block, with_rows=True) if with_columns else "row"
     return _rows_and_columns(bind, operands, mode, args)
 
 
@@ -100,7 +93,7 @@ def _rows_and_columns(
     mode: str,
     args: QuantizeArgs,
 ) -> tuple[ScaledArray, ScaledArray | None]:
-    rows, *columns = scaled_arrays(bind(*operands, **bind_args(mode, args)), mode)
+    rows, *columns = bind_in_mode(bind, operands, mode, args)
     return rows, columns[0] if columns else None
 
 
@@ -139,12 +132,12 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
 def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
     """Rows stay on their device. Columns are cut so that gate and up of a feature stay together."""
     is_grad = len(operands) == 4
-    rows, columns = split_mode(mode)
+    rows, columns = modes.split(mode)
     row_dims, column_dims = ("t w", "w tokens") if is_grad else ("t f", "c tokens")
     return PartitionRule(
         ("t w", *["t f"] * is_grad, "sizes", "first"),
         (row_dims,) * (2 if rows else 0) + (column_dims,) * (2 if columns else 0),
-        {"c": SCALE_BLOCK} if has_square_columns(mode) else {},
+        {"c": SCALE_BLOCK} if modes.has_square_columns(mode) else {},
         uncut=("w", "f", "sizes", "first", "tokens"),
         following={} if is_grad or not columns else {"c": ("t",)},
     )
@@ -152,7 +145,7 @@ def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
 
 def _run_shard(run, *operands, shards: Shards, mode: str, **params):
     """Computes columns from all tokens: devices exchange tokens for features of gate, up and dh."""
-    of_rows, of_columns = split_mode(mode)
+    of_rows, of_columns = modes.split(mode)
     if of_columns is None:
         return run(*operands, mode=mode, **params)
     gate_up, *dh, group_sizes, first_row = operands
@@ -171,24 +164,25 @@ def _run_shard(run, *operands, shards: Shards, mode: str, **params):
     return [*rows, *columns]
 
 
-swiglu_quantize_p = define_primitive(
-    extension.SWIGLU_QUANTIZE_TARGET,
-    shape_rule=partial(_shape_rule, "swiglu_quantize"),
-    reference=partial(_reference, gated),
-    ffi_call=partial(_ffi_call, extension.SWIGLU_QUANTIZE_TARGET, "swiglu", gated),
-    emulation=partial(_reference, emulated.gated),
-    dce_rule=keep_used_axes,
-    partition_rule=_partition_rule,
-    run_shard=_run_shard,
-)
+def _define(
+    target: str,
+    source: str,
+    function: Callable[..., jax.Array],
+    emulated_function: Callable[..., jax.Array],
+) -> Callable[..., Sequence[jax.Array]]:
+    return define_primitive(
+        target,
+        shape_rule=partial(_shape_rule, target.removeprefix("jax_fp8gemm_")),
+        reference=partial(_reference, function),
+        ffi_call=partial(_ffi_call, target, source, function),
+        emulation=partial(_reference, emulated_function),
+        dce_rule=keep_used_axes,
+        partition_rule=_partition_rule,
+        run_shard=_run_shard,
+    )
 
-swiglu_grad_quantize_p = define_primitive(
-    extension.SWIGLU_GRAD_QUANTIZE_TARGET,
-    shape_rule=partial(_shape_rule, "swiglu_grad_quantize"),
-    reference=partial(_reference, gated_grad),
-    ffi_call=partial(_ffi_call, extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", gated_grad),
-    emulation=partial(_reference, emulated.gated_grad),
-    dce_rule=keep_used_axes,
-    partition_rule=_partition_rule,
-    run_shard=_run_shard,
+
+swiglu_quantize_p = _define(extension.SWIGLU_QUANTIZE_TARGET, "swiglu", gated, emulated.gated)
+swiglu_grad_quantize_p = _define(
+    extension.SWIGLU_GRAD_QUANTIZE_TARGET, "swiglu_grad", gated_grad, emulated.gated_grad
 )

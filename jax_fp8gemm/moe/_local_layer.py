@@ -17,8 +17,8 @@ from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
-from jax_fp8gemm._primitives.quantize_args import columns_mode
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._choices import sort_choices, sum_of_rows, take_rows
@@ -61,9 +61,7 @@ def _unfused_layer(options: LayerOptions, operands: Operands, max_rows: int | No
         w_down,
         group_sizes,
         biases=operands.biases,
-        activation=options.activation,
-        recipe=options.recipe,
-        implementation=options.implementation,
+        **options.of_mlp,
     )
     out = jnp.pad(out, ((0, rows.shape[0] - out.shape[0]), (0, 0)))
     return unpermute(out, order, operands.weights)
@@ -179,5 +177,5 @@ def _copy_and_quantize(
     if spec.rhs_dtype is None:
         (copies,) = run(mode="row")
         return copies, None
-    copies, columns = run(mode=columns_mode(column_block, with_rows=True))
+    copies, columns = run(mode=modes.of_columns(column_block, with_rows=True))
     return copies, columns

@@ -11,9 +11,9 @@ from jax import lax
 from jax_fp8gemm._data.groups import group_of_rows
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
-from jax_fp8gemm._primitives.quantize_args import columns_mode
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import sum_of_rows, take_rows
@@ -106,7 +106,7 @@ def _gate_up_gradient(
     if spec.rhs_dtype is None:
         return None
     args = quantize_args(spec, spec.recipe.fwd)
-    mode = columns_mode(spec.recipe.wgrad_lhs_block, with_rows=False)
+    mode = modes.of_columns(spec.recipe.wgrad_lhs_block, with_rows=False)
     (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode=mode, **args)
     return weight_gradient(spec, x_columns, da_columns, rows.groups)
 
