@@ -38,12 +38,13 @@ def grouped_wgrad_as(
     rhs: ScaledArray | None,
     sizes: jax.Array,
     out_spec: PartitionSpec | None = None,
+    accum: jax.Array | None = None,
 ) -> jax.Array:
     """Returns grouped_wgrad with a result of `dtype`.
 
     Neither operand may be None here. Its type allows None because a caller has no operand where the
-    gradient is not wanted. out_spec: as for grouped_gemm_as.
+    gradient is not wanted. out_spec: as for grouped_gemm_as. accum: f32, as is `dtype` then.
     """
     assert lhs is not None and rhs is not None
-    how = kernel_dtype(dtype), spec.implementation, None, out_spec
+    how = kernel_dtype(dtype), spec.implementation, accum, out_spec
     return grouped_wgrad(lhs, rhs, sizes, *how).astype(dtype)

@@ -15,6 +15,7 @@ from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._options import OP
+from jax_fp8gemm.moe._parallel.parts import NUMBERS
 from jax_fp8gemm.moe._routing import Routing, as_top_k, check_bias, check_types, fit
 
 
@@ -44,12 +45,16 @@ def check_options(
         )
 
 
-def check_mesh(expert_axis: Any, exchange: Any, mesh: Any) -> None:
-    """Raises unless these arguments go together and `mesh` is None or a mesh."""
-    if expert_axis is None and (exchange is not None or mesh is not None):
+def check_mesh(expert_axis: Any, exchange: Any, parts: Any, mesh: Any) -> None:
+    """Raises unless these arguments go together, and `parts` and `mesh` are such."""
+    checks.check_static(OP, parts=parts)
+    if parts is not None and checks.as_index(parts) not in NUMBERS:
+        raise ValueError(f"{OP}: parts must be None, 1, 2 or 4; got {checks.short_repr(parts)}")
+    if expert_axis is None and (exchange is not None or parts != 1 or mesh is not None):
+        got = dict(exchange=exchange, parts=parts, mesh=mesh)
+        got = ", ".join(f"{name} {checks.short_repr(value)}" for name, value in got.items())
         raise ValueError(
-            f"{OP}: exchange and mesh must go with expert_axis; got exchange "
-            f"{checks.short_repr(exchange)}, mesh {checks.short_repr(mesh)} without"
+            f"{OP}: exchange, parts and mesh must go with expert_axis; got {got} without"
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
         raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")

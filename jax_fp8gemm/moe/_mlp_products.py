@@ -131,13 +131,21 @@ def row_gradient(
 
 
 def weight_gradient(
-    spec: ProductSpec, lhs: ScaledArray | None, dout: ScaledArray | None, groups: Groups
+    spec: ProductSpec,
+    lhs: ScaledArray | None,
+    dout: ScaledArray | None,
+    groups: Groups,
+    accum: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Returns the gradient of the weights of this product; None if they have none."""
+    """Returns the gradient of the weights of this product; None if they have none.
+
+    accum: an f32 array that it is added to in place, or None.
+    """
     if spec.rhs_dtype is None:
         return None
+    how = groups.sizes, spec.shardings.rhs, accum
     with jax.named_scope("drhs"):
-        return grouped_wgrad_as(spec, spec.rhs_dtype, lhs, dout, groups.sizes, spec.shardings.rhs)
+        return grouped_wgrad_as(spec, spec.rhs_dtype, lhs, dout, *how)
 
 
 def bias_gradients(

@@ -35,6 +35,7 @@ from jax_fp8gemm.moe._parallel.exchange import Name
 from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
+from jax_fp8gemm.moe._parallel.parts import NumParts
 from jax_fp8gemm.moe._permute import check_top_k
 from jax_fp8gemm.moe._routing import RouteArguments, Routing
 from jax_fp8gemm.moe._run_arguments import RunArguments
@@ -107,6 +108,7 @@ def moe_layer(
     implementation: Implementation = None,
     expert_axis: AxisName | None = None,
     exchange: Name | None = None,
+    parts: NumParts | None = 1,
     capacity_factor: float | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, "*batch d"] | tuple[Float[Array, "*batch d"], Int32[Array, " num_experts"]]:
@@ -136,6 +138,12 @@ def moe_layer(
         "ragged_all_to_all" (docs/scaling.md). None takes the one that the sizes make fastest. All
         give the same bits, except that "all_to_all" may need further turns, which add in another
         order. It goes with expert_axis only.
+      parts: into how many parts each device divides its tokens: 1, 2 or 4. While the experts
+        compute one part, the tokens of the next one and the results of the one before travel, if
+        XLA's latency-hiding scheduler is on (docs/sharding.md). None takes the number that the
+        sizes make fastest. Results and gradients of tokens have the same bits in any number of
+        parts that takes one turn each. Gradients of weights and biases have others. Devices of
+        fewer tokens have fewer parts. It goes with expert_axis only.
       capacity_factor: None or inf: no token is dropped. Otherwise an expert takes its first
         capacity_factor * tokens * top_k / num_experts choices, rounded up; later ones count as no
         expert. With expert_axis, these are the tokens of each device.
@@ -149,7 +157,7 @@ def moe_layer(
       before capacity_factor drops any. It counts all tokens that the call is given. In a shard_map
       over expert_axis those are the tokens of this device: add up with jax.lax.psum.
     Raises:
-      ValueError: shared_expert, expert_axis, exchange, capacity_factor, arguments that do not go
+      ValueError: shared_expert, expert_axis, exchange, parts, capacity_factor, arguments that do not go
         together, experts that do not divide evenly, tokens that do not with a capacity_factor, and
         whatever the functions of this module raise it for.
       TypeError: mesh, capacity_factor, any traced argument that is no array, and likewise.
@@ -157,7 +165,7 @@ def moe_layer(
     x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))
     routing = Routing(scoring, normalize, n_group, topk_group, scale)
     check_options(router, top_k, routing, bias, return_load, capacity_factor)
-    check_mesh(expert_axis, exchange, mesh)
+    check_mesh(expert_axis, exchange, parts, mesh)
     recipe = check_recipe(OP, recipe)
     checks.check_implementation(OP, implementation)
     check_activation(OP, activation)
@@ -173,7 +181,7 @@ def moe_layer(
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
     checks.check_count(OP, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(
-        top_k, routing, return_load, capacity_factor, recipe, implementation, activation
+        top_k, routing, return_load, capacity_factor, parts, recipe, implementation, activation
     )
     run = partial(_run, options, expert_axis, exchange, mesh)
     if recipe.is_fused:

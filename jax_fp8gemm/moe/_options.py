@@ -1,4 +1,4 @@
-"""LayerOptions: the static arguments of moe_layer that do not concern the mesh."""
+"""LayerOptions: the static arguments of moe_layer but for the mesh and the exchange."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class LayerOptions:
     routing: Routing
     return_load: bool
     capacity_factor: float | None
+    parts: int | None
     recipe: Recipe
     implementation: Implementation
     activation: Activation

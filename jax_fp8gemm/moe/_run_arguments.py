@@ -10,6 +10,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
 from jax_fp8gemm.moe._parallel.exchange import Name
 from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
+from jax_fp8gemm.moe._parallel.parts import NumParts
 
 
 class RunArguments(TypedDict, total=False):
@@ -19,5 +20,6 @@ class RunArguments(TypedDict, total=False):
     implementation: Implementation
     expert_axis: AxisName | None
     exchange: Name | None
+    parts: NumParts | None
     capacity_factor: float | None
     mesh: Mesh | AbstractMesh | None

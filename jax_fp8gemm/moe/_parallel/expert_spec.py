@@ -1,8 +1,9 @@
-"""ExpertSpec: what is static about an expert-parallel layer, and its exchange."""
+"""ExpertSpec: what is static about an expert-parallel layer, and the exchange of each part."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,12 +11,29 @@ import jax
 from jax_fp8gemm.moe._mlp_specs import Specs, check_num_experts, make_specs
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
+from jax_fp8gemm.moe._parallel.choose_parts import choose_parts
 from jax_fp8gemm.moe._parallel.exchange import Name, make_exchange
 from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
+from jax_fp8gemm.moe._parallel.parts import sizes_of_parts
 
 _HEADROOM = 1.25  # the rows of a turn, over the rows that evenly spread choices make
 _ROW_UNIT = 128
 _MIN_ROWS = 4096  # a turn has at least as many rows, unless there are never as many
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """What is static about one part of the tokens of a device.
+
+    Attributes:
+      exchange: how its tokens travel.
+      rows: the number of rows that a turn computes.
+      has_one_turn: whether `rows` is enough for all rows, whatever the choices.
+    """
+
+    exchange: Exchange
+    rows: int
+    has_one_turn: bool
 
 
 @dataclass(frozen=True)
@@ -24,41 +42,53 @@ class ExpertSpec:
 
     Attributes:
       products: the specs of the products with w_gate_up and with w_down.
-      exchange: how tokens travel.
       num_local_experts: the number of experts on each device.
-      rows: the number of rows that a turn computes.
-      has_one_turn: whether `rows` is enough for all rows, whatever the choices.
+      parts: the parts of the tokens of a device.
     """
 
     products: Specs
-    exchange: Exchange
     num_local_experts: int
-    rows: int
-    has_one_turn: bool
+    parts: tuple[PartSpec, ...]
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """The number of tokens of each part."""
+        return [part.exchange.tokens for part in self.parts]
 
 
-def layer_exchange(
+def part_exchanges(
     options: LayerOptions,
     name: Name | None,
     axes: tuple[str, ...],
     size: int,
     tokens: int,
     num_experts: int,
-) -> Exchange:
-    """Returns the exchange of a layer along `axes`, with `tokens` on each of the `size` devices."""
+    x: jax.Array,
+    w_down: Weights,
+) -> list[Exchange]:
+    """Returns the exchange of each part of the `tokens` on each of the `size` devices of `axes`."""
     capacity = options.capacity(tokens * options.top_k, num_experts)
-    if capacity is not None:
-        max_slots = num_experts // size * capacity
-    else:
-        # JAX differentiates the exchange of an unquantised layer, which therefore has one turn.
-        max_slots = None if options.recipe.is_fused else tokens
     axis = axes[0] if len(axes) == 1 else axes
-    return make_exchange(name, axis, size, tokens, options.top_k, max_slots)
+
+    def exchange(tokens: int) -> Exchange:
+        if capacity is not None:
+            max_slots = num_experts // size * capacity
+        else:
+            # JAX differentiates the exchange of an unquantised layer, which therefore has one turn.
+            max_slots = None if options.recipe.is_fused else tokens
+        return make_exchange(name, axis, size, tokens, options.top_k, max_slots)
+
+    whole, parts = exchange(tokens), options.parts
+    if parts is None and options.recipe.is_fused:
+        extents = num_experts // size, x.shape[1], w_down.shape[1]
+        parts = choose_parts(whole, *extents, x.dtype, options.recipe.fp8_combine)
+    sizes = sizes_of_parts(tokens, parts or 1)
+    return [whole] if len(sizes) == 1 else [exchange(tokens) for tokens in sizes]
 
 
 def expert_spec(
     options: LayerOptions,
-    exchange: Exchange,
+    exchanges: Sequence[Exchange],
     num_experts: int,
     x: jax.Array,
     w_gate_up: Weights,
@@ -66,23 +96,31 @@ def expert_spec(
 ) -> ExpertSpec:
     """Returns the spec of a layer of num_experts experts on all devices.
 
-    The extents of x and of the weights do not matter here.
+    exchanges: of each part. The extents of x and of the weights do not matter here.
     """
-    num_local_experts = num_experts // exchange.size
+    num_local_experts = num_experts // exchanges[0].size
     check_num_experts(OP, num_local_experts, w_gate_up)
     how = options.recipe, options.implementation, options.activation
     products = make_specs(OP, x, w_gate_up, w_down, *how)
-    capacity = options.capacity(exchange.tokens * exchange.top_k, num_experts)
-    rows, has_one_turn = _rows(exchange, num_local_experts, capacity)
-    return ExpertSpec(products, exchange, num_local_experts, rows, has_one_turn)
+    tokens = sum(exchange.tokens for exchange in exchanges)
+    capacity = options.capacity(tokens * exchanges[0].top_k, num_experts)
+    most = None if capacity is None else num_experts * capacity
+    has_parts = len(exchanges) > 1
+    parts = (PartSpec(exchange, *_rows(exchange, most, has_parts)) for exchange in exchanges)
+    return ExpertSpec(products, num_local_experts, tuple(parts))
 
 
-def _rows(exchange: Exchange, num_local_experts: int, capacity: int | None) -> tuple[int, bool]:
-    """Returns the rows of a turn, and whether they are always enough."""
+def _rows(exchange: Exchange, most: int | None, has_parts: bool) -> tuple[int, bool]:
+    """Returns the rows of a turn, and whether they are always enough.
+
+    most: how many rows a device gets of all parts, if a capacity says so.
+    """
     # Not min(top_k, num_local_experts): a router may choose an expert twice for a token.
-    most = exchange.received * exchange.top_k
-    if capacity is not None:
-        return min(most, exchange.size * num_local_experts * capacity), True
+    of_tokens = exchange.received * exchange.top_k
+    most_of_part = of_tokens if most is None else min(of_tokens, most)
+    # One part may get all rows that the capacity allows: room for them in each would be waste.
+    if most is not None and not has_parts:
+        return most_of_part, True
     expected = exchange.tokens * exchange.top_k
     rows = max(math.ceil(_HEADROOM * expected / _ROW_UNIT) * _ROW_UNIT, _MIN_ROWS)
-    return (rows, False) if rows < most else (most, True)
+    return (rows, False) if rows < most_of_part else (most_of_part, True)

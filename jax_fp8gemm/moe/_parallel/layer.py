@@ -13,7 +13,7 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._operands import Inputs, Operands, without_gradients
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import Name
-from jax_fp8gemm.moe._parallel.expert_spec import expert_spec, layer_exchange
+from jax_fp8gemm.moe._parallel.expert_spec import expert_spec, part_exchanges
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
 from jax_fp8gemm.moe._parallel.mlp import expert_mlp
 from jax_fp8gemm.moe._parallel.mlp_on_mesh import expert_mlp_on_mesh
@@ -41,10 +41,11 @@ def expert_parallel(
     me = lax.axis_index(axes)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
     operands, _ = match_varying(operands, me)
-    exchange = layer_exchange(options, exchange_name, axes, size, x.shape[0], num_experts)
+    where = axes, size, x.shape[0], num_experts
+    exchanges = part_exchanges(options, exchange_name, *where, x, w_down)
     if not options.recipe.is_fused:
-        return unquantised_layer(options, exchange, operands), load
-    spec = expert_spec(options, exchange, num_experts, x, w_gate_up, w_down)
+        return unquantised_layer(options, exchanges, operands), load
+    spec = expert_spec(options, exchanges, num_experts, x, w_gate_up, w_down)
     return expert_mlp(spec, operands), load
 
 
@@ -122,8 +123,9 @@ def _on_mesh(
         return x, load
     tokens = x.shape[0] // layout.num_devices
     size = layout.num_expert_devices
-    exchange = layer_exchange(options, exchange_name, axes, size, tokens, num_experts)
-    spec = expert_spec(options, exchange, num_experts, x, w_gate_up, w_down)
+    where = axes, size, tokens, num_experts
+    exchanges = part_exchanges(options, exchange_name, *where, x, w_down)
+    spec = expert_spec(options, exchanges, num_experts, x, w_gate_up, w_down)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
     return expert_mlp_on_mesh(spec, layout, operands), load
 

@@ -15,58 +15,44 @@ are. The scales of what travels are powers of two in every recipe (DeepSeek-V3 r
 3.3.3): weight gradients read x and dout in other blocks, and quantising them again then changes
 hardly any value. The products are those of moe/_mlp_products.py.
 
+A device divides its tokens into parts, which travel and are computed one after another (parts.py).
+
 No token is dropped, so the number of rows is not known before. Two loops take turns:
   - An exchange with fewer slots than tokens sends the rest in further turns.
   - The received rows are computed `rows` at a time. Evenly spread choices fill one such turn at
     most, and this bounds the memory.
-What turns contribute to a token or to a weight is added in the dtype of the sum. gate_up of the
-first turn is kept for the backward pass. That of further turns is computed again.
+What turns contribute to a token or to a weight is added in the dtype of the sum; that is f32 for a
+weight if there are several parts. gate_up of the first turn is kept for the backward pass. That of
+further turns is computed again.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax import lax
 
-from jax_fp8gemm._data.recipe import Format
-from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
-from jax_fp8gemm._ops.product_spec import name_residual, quantize_args
-from jax_fp8gemm._ops.quantize import quantize
+from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
-from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
-from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
-from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
-from jax_fp8gemm.moe._parallel.rows import Received, add_turns
-from jax_fp8gemm.moe._parallel.turn import Gradients, backward_turn, forward_turn
-
-
-class Sent(NamedTuple):
-    """What a device sends: its tokens, and the experts and weights of their choices."""
-
-    tokens: ScaledArray
-    indices: jax.Array
-    weights: jax.Array
-
-
-class Kept(NamedTuple):
-    """What `forward` keeps for `backward`.
-
-    Attributes:
-      received: what this device received in the first turn of the exchange.
-      gate_up: the product of the first turn of rows.
-      plan: the plan of the exchange.
-      sent: what is sent once more in the later turns of the exchange; None if there are none.
-    """
-
-    received: Received
-    gate_up: jax.Array
-    plan: Plan
-    sent: Sent | None
+from jax_fp8gemm.moe._parallel.exchange_kinds import Plan
+from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
+from jax_fp8gemm.moe._parallel.mlp_backward import backward
+from jax_fp8gemm.moe._parallel.part import (
+    Kept,
+    KeptPart,
+    Sent,
+    give_back,
+    quantize_to_send,
+    receive,
+    results,
+    send_tokens,
+)
+from jax_fp8gemm.moe._parallel.parts import after, at_the_end, divide, in_order, join
+from jax_fp8gemm.moe._parallel.rows import add_turns
+from jax_fp8gemm.moe._parallel.turn import forward_turn
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,77 +88,33 @@ def forward(
     spec: ExpertSpec, x: jax.Array, indices: jax.Array, weights: jax.Array, w: Experts
 ) -> tuple[jax.Array, Kept]:
     """Returns the result of expert_mlp, by transposed weights, and what `backward` needs."""
-    exchange = spec.exchange
     fmt = spec.products.into.recipe.fwd
-    tokens = _quantize_to_send(spec, fmt, x)
-    plan = exchange.plan(indices // spec.num_local_experts)
-    sent = Sent(tokens, indices, weights)
+    sent = divide(Sent(quantize_to_send(spec, fmt, x), indices, weights), spec.part_sizes)
+    plans = [
+        part.exchange.plan(tokens.indices // spec.num_local_experts)
+        for part, tokens in zip(spec.parts, sent, strict=True)
+    ]
 
-    def run(turn: TurnNumber) -> tuple[jax.Array, Received, jax.Array]:
-        received = _receive(spec, plan, turn, sent)
-        sums, gate_up = forward_turn(spec, received, 0, w)
-        step = lambda turn: forward_turn(spec, received, turn, w)[0]
-        sums = add_turns(sums, _num_turns(spec, received), step)
-        return _give_back(spec, plan, turn, fmt, sums), received, gate_up
+    def arrive(i: int, *earlier: Any) -> Sent:
+        return send_tokens(spec.parts[i], plans[i], 0, after(sent[i], earlier))
 
-    out, received, gate_up = run(0)
-    out = add_turns(out, exchange.num_turns(plan), lambda turn: run(turn)[0]).astype(x.dtype)
-    received, gate_up = name_residual("lhs", received), name_residual("out", gate_up)
-    again = None if exchange.has_one_turn else name_residual("lhs", sent)
-    return name_residual("out", out), Kept(received, gate_up, plan, again)
+    outs, kept, first = [], [], ()
+    for i, part, arrived in in_order(spec.parts, arrive):
+        received = receive(spec, part, after(arrived, first))
+        first, gate_up = forward_turn(spec.products, part.rows, received, 0, w)
+        sums = results(spec, part, received, w, first)
+        outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
+        again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
+        received, gate_up = name_residual("lhs", received), name_residual("out", gate_up)
+        kept.append(KeptPart(received, gate_up, plans[i], again))
 
+    def run_later(part: PartSpec, plan: Plan, sent: Sent, turn: jax.Array) -> jax.Array:
+        received = receive(spec, part, send_tokens(part, plan, turn, sent))
+        return give_back(spec, part, plan, turn, fmt, results(spec, part, received, w))
 
-def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
-    """Returns the gradients of x, weights, w_gate_up, w_down and, in f32, of the biases."""
-    exchange, plan = spec.exchange, kept.plan
-    fmt = spec.products.into.recipe.bwd
-    quantised = _quantize_to_send(spec, fmt, dout)
-
-    def run(turn: TurnNumber, received: Received, gate_up: jax.Array | None) -> Gradients:
-        send = partial(exchange.send, plan, turn)
-        values, scale = map(send, values_and_scale(quantised))
-        douts = ScaledArray(values, scale)
-        first = backward_turn(spec, received, douts, 0, w, gate_up)
-        step = lambda turn: backward_turn(spec, received, douts, turn, w, None)
-        sums = add_turns(first, _num_turns(spec, received), step)
-        dx = _give_back(spec, plan, turn, fmt, sums.x)
-        return sums._replace(x=dx, weights=exchange.give_back(plan, turn, sums.weights))
-
-    def run_later(turn: jax.Array) -> Gradients:
-        assert kept.sent is not None
-        return run(turn, _receive(spec, plan, turn, kept.sent), None)
-
-    first = run(0, kept.received, kept.gate_up)
-    sums = add_turns(first, exchange.num_turns(plan), run_later)
-    dx = sums.x.astype(spec.products.into.lhs_dtype)
-    return sums._replace(x=dx, weights=sums.weights.astype(kept.received.weights.dtype))
-
-
-def _quantize_to_send(spec: ExpertSpec, fmt: Format | None, x: jax.Array) -> ScaledArray:
-    """Quantises x, or its like, in the scales in which it travels."""
-    args: dict[str, Any] = quantize_args(spec.products.into, fmt) | dict(pow2_scale=True)
-    return quantize(x, **args)
-
-
-def _give_back(
-    spec: ExpertSpec, plan: Plan, turn: TurnNumber, fmt: Format | None, y: jax.Array
-) -> jax.Array:
-    """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
-    is_quantised = spec.products.into.recipe.fp8_combine
-    back = _quantize_to_send(spec, fmt, y) if is_quantised else y
-    return spec.exchange.give_back(plan, turn, back)
-
-
-def _receive(spec: ExpertSpec, plan: Plan, turn: TurnNumber, sent: Sent) -> Received:
-    """Sends what this device has, and returns what it receives."""
-    send = partial(spec.exchange.send, plan, turn)
-    experts = send(sent.indices, empty=-1)
-    local = experts - lax.axis_index(spec.exchange.axis) * spec.num_local_experts
-    values, scale = map(send, values_and_scale(sent.tokens))
-    tokens = ScaledArray(values, scale)
-    return Received(tokens, send(sent.weights), *sort_choices(local, spec.num_local_experts))
-
-
-def _num_turns(spec: ExpertSpec, received: Received) -> jax.Array | int:
-    """Returns the number of turns until all received rows are computed."""
-    return 1 if spec.has_one_turn else -(-received.sizes.sum() // spec.rows)
+    operands = zip(spec.parts, plans, sent, at_the_end(spec.parts, outs), strict=True)
+    outs = [
+        add_turns(out, part.exchange.num_turns(plan), partial(run_later, part, plan, sent))
+        for part, plan, sent, out in operands
+    ]
+    return name_residual("out", join(outs).astype(x.dtype)), Kept(tuple(kept))

@@ -28,8 +28,43 @@ from jax_fp8gemm.moe._mlp_products import (
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
-from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
+
+
+class TokenGradients(NamedTuple):
+    """The gradients of the tokens (r, d) and of the weights (r, top_k) of their choices."""
+
+    x: jax.Array
+    weights: jax.Array
+
+
+class WeightGradients(NamedTuple):
+    """The gradients of the experts; that of weights which are quantised already is None.
+
+    Those of biases are f32.
+    """
+
+    w_gate_up: jax.Array | None
+    w_down: jax.Array | None
+    biases: Biases | None
+
+
+class RowGradients(NamedTuple):
+    """What weight_gradients reads of the rows of a turn.
+
+    Attributes:
+      rows: which they are.
+      weights: (rows,), the f32 weight of the choice of each row.
+      gate_up: the product of the forward pass.
+      dh: (rows, f), the gradient of h.
+      da_columns: the gradient of gate_up, quantised along the tokens of each group.
+    """
+
+    rows: Turn
+    weights: jax.Array
+    gate_up: jax.Array
+    dh: jax.Array
+    da_columns: ScaledArray | None
 
 
 class Gradients(NamedTuple):
@@ -46,73 +81,101 @@ class Gradients(NamedTuple):
 
 
 def forward_turn(
-    spec: ExpertSpec, received: Received, turn: TurnNumber, w: Experts
+    products: Specs, num_rows: int, received: Received, turn: TurnNumber, w: Experts
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sums (r, d) of the rows of each received token, and gate_up."""
-    rows = rows_of_turn(received, turn, spec.rows)
-    gate_up = _gate_up(spec, received, rows, w)
-    out, _ = down_product(spec.products, gate_up, w, rows.groups, with_columns=False)
+    rows = rows_of_turn(received, turn, num_rows)
+    gate_up = _gate_up(products, received, rows, w)
+    out, _ = down_product(products, gate_up, w, rows.groups, with_columns=False)
     sums = sum_of_rows(out, rows.order, received.weights, rows.has_row)
-    return sums.astype(spec.products.into.lhs_dtype), gate_up
+    return sums.astype(products.into.lhs_dtype), gate_up
 
 
-def _gate_up(spec: ExpertSpec, received: Received, rows: Turn, w: Experts) -> jax.Array:
+def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
     lhs = copy_rows(received.tokens, rows.token)
-    return gate_up_product(spec.products, lhs, w, rows.groups)
+    return gate_up_product(products, lhs, w, rows.groups)
 
 
 def backward_turn(
-    spec: ExpertSpec,
+    products: Specs,
+    num_rows: int,
     received: Received,
     douts: ScaledArray,
     turn: TurnNumber,
     w: Experts,
     gate_up: jax.Array | None,
-) -> Gradients:
-    """Returns what the rows of this turn add to the gradients.
+) -> tuple[TokenGradients, RowGradients]:
+    """Returns what the rows of this turn add to the gradients of tokens, and weight_gradients' part.
 
     gate_up: the product of the forward pass. None: it was not kept and is computed again.
     """
-    products = spec.products
-    rows = rows_of_turn(received, turn, spec.rows)
+    rows = rows_of_turn(received, turn, num_rows)
     if gate_up is None:
         # NOTE: without this barrier XLA transposes before the loop, even if no turn is left.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
-        gate_up = _gate_up(spec, received, rows, w._replace(gate_up=w_gate_up.T))
+        gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up.T))
     with jax.named_scope("dlhs"):
         copies = copy_rows(douts, rows.token)
     dh = hidden_gradient(products, copies, w, rows.groups).astype(jnp.float32)
     dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
     if w.biases is not None:
-        bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, spec.rows))
+        bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, num_rows))
         dots += jnp.sum(bias * copies.dequantize(jnp.float32), axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
     dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
-    dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns)
-    dw_down = _down_gradient(products, gate_up, douts, rows, weights)
-    if w.biases is None:
-        return Gradients(dx, dweights, dw_gate_up, dw_down, None)
-    dout = copies.dequantize(jnp.float32) * weights[:, None]
+    return TokenGradients(dx, dweights), RowGradients(rows, weights, gate_up, dh, da_columns)
+
+
+def weight_gradients(
+    products: Specs,
+    received: Received,
+    douts: ScaledArray,
+    of_rows: RowGradients,
+    has_biases: bool,
+    accum: WeightGradients | None = None,
+) -> WeightGradients:
+    """Returns what the rows of a turn add to the gradients of the experts.
+
+    accum: f32 gradients to which the products add their own in place, or None.
+    """
+    rows, weights, gate_up, dh, da_columns = of_rows
+    to_gate_up, to_down, to_biases = accum or WeightGradients(None, None, None)
+    dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns, to_gate_up)
+    dw_down = _down_gradient(products, gate_up, douts, rows, weights, to_down)
+    if not has_biases:
+        return WeightGradients(dw_gate_up, dw_down, None)
+    dout = copy_rows(douts, rows.token).dequantize(jnp.float32) * weights[:, None]
     dbiases = bias_gradients(products, gate_up, dh, dout, rows.groups)
-    return Gradients(dx, dweights, dw_gate_up, dw_down, dbiases)
+    if to_biases is not None:
+        dbiases = jax.tree.map(jnp.add, to_biases, dbiases)
+    return WeightGradients(dw_gate_up, dw_down, dbiases)
 
 
 def _gate_up_gradient(
-    spec: ProductSpec, tokens: ScaledArray, rows: Turn, da_columns: ScaledArray | None
+    spec: ProductSpec,
+    tokens: ScaledArray,
+    rows: Turn,
+    da_columns: ScaledArray | None,
+    accum: jax.Array | None,
 ) -> jax.Array | None:
     if spec.rhs_dtype is None:
         return None
     args = quantize_args(spec, spec.recipe.fwd)
     mode = modes.of_columns(spec.recipe.wgrad_lhs_block, with_rows=False)
     (x_columns,) = gather_quantize(tokens, rows.token, None, *rows.groups, mode=mode, **args)
-    return weight_gradient(spec, x_columns, da_columns, rows.groups)
+    return weight_gradient(spec, x_columns, da_columns, rows.groups, accum)
 
 
 def _down_gradient(
-    specs: Specs, gate_up: jax.Array, douts: ScaledArray, rows: Turn, weights: jax.Array
+    specs: Specs,
+    gate_up: jax.Array,
+    douts: ScaledArray,
+    rows: Turn,
+    weights: jax.Array,
+    accum: jax.Array | None,
 ) -> jax.Array | None:
     spec = specs.down
     if spec.rhs_dtype is None:
@@ -125,4 +188,4 @@ def _down_gradient(
     (dout_columns,) = gather_quantize(
         douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
     )
-    return weight_gradient(spec, h_columns, dout_columns, rows.groups)
+    return weight_gradient(spec, h_columns, dout_columns, rows.groups, accum)

@@ -1,0 +1,89 @@
+"""choose_parts: the number of parts that makes an expert-parallel layer fastest, by stated rates.
+
+Forward and backward of one layer on one device, in seconds. D is the time that tokens take to their
+experts, R that of the results back, and P that of the products forward. Products backward take 2 P,
+and half of that is gradients of weights, behind which dx travels. With c parts
+
+    forward   (D + R) / c + max(P, (c - 1) / c (D + R) + P / c)
+    backward  D / c       + max(2 P, (c - 1) / c D + R + P / c)
+
+In each line the first term is what nothing hides: the first part's way there and, forward, the last
+one's way back. The second is the longer of what products take, and what the rest of the exchange
+takes behind the products of the first part that it waits for. Each part costs time of its own, and
+so do sums of weight gradients over several parts: they are f32, written and read once more a part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_fp8gemm.moe._parallel.exchange import RATES
+from jax_fp8gemm.moe._parallel.exchange_kinds import AllGather, Exchange, RaggedAllToAll
+from jax_fp8gemm.moe._parallel.parts import NUMBERS
+
+FLOP_RATE = 1.03e15  # of experts on an H200, all kernels together: `bench moe`
+MEMORY_RATE = 4e12  # bytes/s, assumed: what a copy reaches of an H200's 4.8e12
+PART_SECONDS = 0.3e-3  # assumed: launches, latencies of 12 collectives, and shorter products
+
+
+def choose_parts(
+    exchange: Exchange, num_local_experts: int, d: int, f: int, dtype: Any, fp8_combine: bool
+) -> int:
+    """Returns the number of parts in which the layer takes the least time.
+
+    Args:
+      exchange: that of all tokens of a device in one part.
+      d, f: the extents of w_down (num_local_experts, f, d).
+      dtype: that of the tokens and of the weights.
+      fp8_combine: that of the recipe.
+    """
+    there, back = _exchange_seconds(exchange, d, jnp.dtype(dtype).itemsize, fp8_combine)
+    products = 6 * exchange.tokens * exchange.top_k * d * f / FLOP_RATE
+    num_weights = 3 * num_local_experts * d * f
+
+    def seconds(num_parts: int) -> float:
+        own = part_seconds(num_parts, num_weights, jnp.dtype(dtype).itemsize)
+        return layer_seconds(num_parts, there, back, products) + own
+
+    return min(NUMBERS, key=seconds)
+
+
+def layer_seconds(num_parts: int, there: float, back: float, products: float) -> float:
+    """Returns the time of a layer, without what each part costs by itself."""
+    c = num_parts
+    rest = (c - 1) / c
+    forward = (there + back) / c + max(products, rest * (there + back) + products / c)
+    return forward + there / c + max(2 * products, rest * there + back + products / c)
+
+
+def part_seconds(num_parts: int, num_weights: int, weight_bytes: int) -> float:
+    """Returns what several parts cost, besides the exchange and the products.
+
+    The first part writes f32 gradients instead of the final ones, each further one reads and writes
+    them, and in the end they are rounded, unless the weights are f32 too.
+    """
+    if num_parts == 1:
+        return 0.0
+    rounding = 4 + weight_bytes if weight_bytes < 4 else 0
+    num_bytes = 4 - weight_bytes + 8 * (num_parts - 1) + rounding
+    return (num_parts - 1) * PART_SECONDS + num_weights * num_bytes / MEMORY_RATE
+
+
+def _exchange_seconds(
+    exchange: Exchange, d: int, itemsize: int, fp8_combine: bool
+) -> tuple[float, float]:
+    """Returns D and R: what a device receives from the others, over the rates of XLA's collectives.
+
+    The rows of ragged_all_to_all are counted as those that it has room for.
+    """
+    quantised = d + 4 * -(-d // 128)
+    rows = (exchange.size - 1) * exchange.slots
+    there_by, back_by = "all_to_all", "all_to_all"
+    if isinstance(exchange, AllGather):
+        there_by = "all_gather"
+    elif isinstance(exchange, RaggedAllToAll):
+        there_by = back_by = "ragged_all_to_all"
+    there = rows * (quantised + 8 * exchange.top_k) / RATES[there_by]
+    return there, rows * (quantised if fp8_combine else itemsize * d) / RATES[back_by]

@@ -1,0 +1,138 @@
+"""The backward pass of expert_mlp, part by part.
+
+In each part the gradients of tokens come first, and travel back while those of weights are
+computed. Both have a loop over further turns of rows. These are rare, so both loops may compute the
+gradient of gate_up again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._mlp_products import Experts
+from jax_fp8gemm.moe._mlp_specs import Specs
+from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
+from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
+from jax_fp8gemm.moe._parallel.part import (
+    Kept,
+    give_back,
+    num_turns,
+    quantize_to_send,
+    receive,
+    send,
+    send_tokens,
+)
+from jax_fp8gemm.moe._parallel.parts import after, at_the_end, divide, in_order, join
+from jax_fp8gemm.moe._parallel.rows import Received, add_turns
+from jax_fp8gemm.moe._parallel.turn import (
+    Gradients,
+    RowGradients,
+    TokenGradients,
+    WeightGradients,
+    backward_turn,
+    weight_gradients,
+)
+
+
+def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
+    """Returns the gradients of x, weights, w_gate_up, w_down and, in f32, of the biases."""
+    summed = spec.products if len(spec.parts) == 1 else _with_f32_gradients(spec.products)
+    fmt = spec.products.into.recipe.bwd
+    sent = divide(quantize_to_send(spec, fmt, dout), spec.part_sizes)
+    later = replace(spec, products=summed)
+
+    def arrive(i: int, *earlier: Any) -> ScaledArray:
+        return send(spec.parts[i], kept.parts[i].plan, 0, after(sent[i], earlier))
+
+    of_tokens, dw, first = [], None, ()
+    for i, part, arrived in in_order(spec.parts, arrive):
+        received, gate_up, plan, _ = kept.parts[i]
+        arrivals = _Arrivals(later, part, received, after(arrived, first), w)
+        first, of_rows = arrivals.turn(0, gate_up)
+        of_tokens.append(arrivals.give_back(plan, 0, first))
+        dw = arrivals.of_weights(of_rows, dw)
+    assert dw is not None
+
+    for i, first in enumerate(at_the_end(spec.parts, of_tokens)):
+        of_tokens[i], dw = _later_turns(later, i, kept, sent[i], w, first, dw)
+    tokens = join(of_tokens)
+    dtype = kept.parts[0].received.weights.dtype
+    drhs = (
+        None if dw is None else dw.astype(product.rhs_dtype)
+        for dw, product in zip(dw[:2], spec.products[:2], strict=True)
+    )
+    dx = tokens.x.astype(spec.products.into.lhs_dtype)
+    return Gradients(dx, tokens.weights.astype(dtype), *drhs, dw.biases)
+
+
+def _with_f32_gradients(products: Specs) -> Specs:
+    """Returns `products` whose gradients of weights are f32, as their sums over parts are."""
+    into, down = (
+        product if product.rhs_dtype is None else replace(product, rhs_dtype=jnp.dtype(jnp.float32))
+        for product in (products.into, products.down)
+    )
+    return products._replace(into=into, down=down)
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """What a device has received of a part in a turn of the exchange: tokens and their dout."""
+
+    spec: ExpertSpec
+    part: PartSpec
+    received: Received
+    douts: ScaledArray
+    w: Experts
+
+    def turn(
+        self, turn: TurnNumber, gate_up: jax.Array | None = None
+    ) -> tuple[TokenGradients, RowGradients]:
+        """Returns backward_turn of a turn of rows."""
+        products, rows = self.spec.products, self.part.rows
+        return backward_turn(products, rows, self.received, self.douts, turn, self.w, gate_up)
+
+    def give_back(self, plan: Plan, turn: TurnNumber, first: TokenGradients) -> TokenGradients:
+        """Sends the gradients of tokens back. first: what the first turn of rows adds to them."""
+        count = num_turns(self.part, self.received)
+        x, weights = add_turns(first, count, lambda turn: self.turn(turn)[0])
+        fmt = self.spec.products.into.recipe.bwd
+        dx = give_back(self.spec, self.part, plan, turn, fmt, x)
+        return TokenGradients(dx, self.part.exchange.give_back(plan, turn, weights))
+
+    def of_weights(self, first: RowGradients, accum: WeightGradients | None) -> WeightGradients:
+        """Returns the gradients of weights, of which `first` are the first rows, plus `accum`."""
+
+        def run(of_rows: RowGradients, accum: WeightGradients | None = None) -> WeightGradients:
+            has_biases = self.w.biases is not None
+            how = self.spec.products, self.received, self.douts, of_rows, has_biases, accum
+            return weight_gradients(*how)
+
+        count = num_turns(self.part, self.received)
+        return add_turns(run(first, accum), count, lambda turn: run(self.turn(turn)[1]))
+
+
+def _later_turns(
+    spec: ExpertSpec,
+    i: int,
+    kept: Kept,
+    sent: ScaledArray,
+    w: Experts,
+    of_tokens: TokenGradients,
+    dw: WeightGradients,
+) -> tuple[TokenGradients, WeightGradients]:
+    """Returns the gradients plus those of further turns of the exchange of part i."""
+    part, (_, _, plan, tokens) = spec.parts[i], kept.parts[i]
+
+    def run(turn: jax.Array) -> tuple[TokenGradients, WeightGradients]:
+        assert tokens is not None
+        received = receive(spec, part, send_tokens(part, plan, turn, tokens))
+        arrivals = _Arrivals(spec, part, received, send(part, plan, turn, sent), w)
+        first, of_rows = arrivals.turn(0)
+        return arrivals.give_back(plan, turn, first), arrivals.of_weights(of_rows, None)
+
+    return add_turns((of_tokens, dw), part.exchange.num_turns(plan), run)

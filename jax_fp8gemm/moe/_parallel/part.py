@@ -1,0 +1,99 @@
+"""What an expert-parallel layer does with one part of the tokens of a device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from jax_fp8gemm._data.recipe import Format
+from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._ops.product_spec import quantize_args
+from jax_fp8gemm._ops.quantize import quantize
+from jax_fp8gemm.moe._choices import sort_choices
+from jax_fp8gemm.moe._mlp_products import Experts
+from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
+from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
+from jax_fp8gemm.moe._parallel.rows import Received, add_turns
+from jax_fp8gemm.moe._parallel.turn import forward_turn
+
+
+class Sent(NamedTuple):
+    """Tokens that travel, and the experts and weights of their choices; before or after."""
+
+    tokens: ScaledArray
+    indices: jax.Array
+    weights: jax.Array
+
+
+class KeptPart(NamedTuple):
+    """What `forward` keeps of one part.
+
+    Attributes:
+      received: what this device received in the first turn of the exchange.
+      gate_up: the product of the first turn of rows.
+      plan: the plan of the exchange.
+      sent: what is sent once more in the later turns of the exchange; None if there are none.
+    """
+
+    received: Received
+    gate_up: jax.Array
+    plan: Plan
+    sent: Sent | None
+
+
+class Kept(NamedTuple):
+    """What `forward` keeps for `backward`."""
+
+    parts: tuple[KeptPart, ...]
+
+
+def quantize_to_send(spec: ExpertSpec, fmt: Format | None, x: jax.Array) -> ScaledArray:
+    """Quantises x, or its like, in the scales in which it travels."""
+    args: dict[str, Any] = quantize_args(spec.products.into, fmt) | dict(pow2_scale=True)
+    return quantize(x, **args)
+
+
+def send(part: PartSpec, plan: Plan, turn: TurnNumber, x: ScaledArray) -> ScaledArray:
+    """Sends x, and returns what this device receives."""
+    values, scale = (part.exchange.send(plan, turn, y) for y in values_and_scale(x))
+    return ScaledArray(values, scale)
+
+
+def send_tokens(part: PartSpec, plan: Plan, turn: TurnNumber, sent: Sent) -> Sent:
+    """Sends what this device has, and returns what it receives."""
+    indices = part.exchange.send(plan, turn, sent.indices, empty=-1)
+    tokens = send(part, plan, turn, sent.tokens)
+    return Sent(tokens, indices, part.exchange.send(plan, turn, sent.weights))
+
+
+def receive(spec: ExpertSpec, part: PartSpec, arrived: Sent) -> Received:
+    """Returns the rows that the experts of this device make of what has arrived."""
+    local = arrived.indices - lax.axis_index(part.exchange.axis) * spec.num_local_experts
+    choices = sort_choices(local, spec.num_local_experts)
+    return Received(arrived.tokens, arrived.weights, *choices)
+
+
+def give_back(
+    spec: ExpertSpec, part: PartSpec, plan: Plan, turn: TurnNumber, fmt: Format | None, y: jax.Array
+) -> jax.Array:
+    """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
+    is_quantised = spec.products.into.recipe.fp8_combine
+    back = quantize_to_send(spec, fmt, y) if is_quantised else y
+    return part.exchange.give_back(plan, turn, back)
+
+
+def results(
+    spec: ExpertSpec, part: PartSpec, received: Received, w: Experts, first: jax.Array | None = None
+) -> jax.Array:
+    """Returns the weighted sums (r, d) of all rows. first: those of the first turn, if known."""
+    run = partial(forward_turn, spec.products, part.rows, received)
+    first = run(0, w)[0] if first is None else first
+    return add_turns(first, num_turns(part, received), lambda turn: run(turn, w)[0])
+
+
+def num_turns(part: PartSpec, received: Received) -> jax.Array | int:
+    """Returns the number of turns until all received rows are computed."""
+    return 1 if part.has_one_turn else -(-received.sizes.sum() // part.rows)
