@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cases(arguments: argparse.Namespace, shapes: Sequence) -> Sequence[Case]:
-    cases = cases_of(arguments.family, shapes)
+    cases = cases_of(arguments.family, shapes, arguments.parts)
     if arguments.tile:
         return list(with_tiles(cases, arguments.tile))
     return with_regret(cases) if arguments.regret else cases

@@ -7,7 +7,8 @@ from typing import Any
 from benchmarks.report import Row
 from benchmarks.summary import compare_with_peers, variant_of
 
-_PEAK, _MOVED = "peak_bytes", "moved_bytes"  # keys of a row's figures, or their ends
+# Keys of a row's figures, or their ends.
+_PEAK, _MOVED, _BESIDE = "peak_bytes", "moved_bytes", "products_beside"
 
 
 def footer(rows: Sequence[Row], device: str, copy_gbps: float, num_sms: int) -> list[str]:
@@ -22,8 +23,9 @@ def footer(rows: Sequence[Row], device: str, copy_gbps: float, num_sms: int) -> 
             "short rows show the launch, not the kernel"
         )
     lines += compare_with_peers(rows)
-    lines += _program_lines(rows, "peak memory of", _PEAK, lambda value: f"{value / 1e9:.2f}")
-    lines += _program_lines(rows, "moved by", _MOVED, _moved_text)
+    lines += _program_lines(rows, "peak memory of", _PEAK, lambda value: f"{value / 1e9:.2f}", "GB")
+    lines += _program_lines(rows, "moved by", _MOVED, _moved_text, "GB")
+    lines += _program_lines(rows, "beside collectives of", _BESIDE, _beside_text, "products")
     return lines + _absent_lines(rows)
 
 
@@ -35,7 +37,7 @@ def _absent_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _program_lines(
-    rows: Sequence[Row], what: str, key: str, text_of: Callable[[Any], str]
+    rows: Sequence[Row], what: str, key: str, text_of: Callable[[Any], str], unit: str
 ) -> list[str]:
     """A figure of each program, ours and the peers', where it is known."""
     lines = []
@@ -47,7 +49,7 @@ def _program_lines(
         ]
         if texts:
             title = f"{row.labels.get('name', row.shape)}{variant_of(row)}"
-            lines.append(f"{what} {title}, GB: {', '.join(texts)}")
+            lines.append(f"{what} {title}, {unit}: {', '.join(texts)}")
     return lines
 
 
@@ -55,3 +57,8 @@ def _moved_text(moved: Mapping[str, int]) -> str:
     """Without what rounds to nothing."""
     texts = [f"{kind} {count / 1e9:.3f}" for kind, count in moved.items() if count >= 5e5]
     return f"[{'; '.join(texts)}]"
+
+
+def _beside_text(beside: Mapping[str, Sequence[int]]) -> str:
+    """A number for each collective."""
+    return f"[{'; '.join(' '.join([kind, *map(str, of)]) for kind, of in beside.items())}]"

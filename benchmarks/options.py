@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import peers
 from benchmarks.families.all_cases import FAMILIES, LAYERS_OF_KERNELS, MESH, TILED
+from benchmarks.families.expert_parallel import PARTS
 from benchmarks.problem import Shape, parse_shape
 from benchmarks.provenance import ROOT, source_commit
 from benchmarks.shapes import ROW_SETS, row_shapes
@@ -30,6 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     tile = "tile config to force, as the table prints it, or 'all'; may be repeated"
     add("--tile", action="append", default=[], help=tile)
     add("--regret", action="store_true", help="time every tile config beside the chosen one")
+    parts = "of expert-parallel: into how many parts a GPU divides its tokens; may be several"
+    add("--parts", nargs="+", choices=PARTS, default=["1"], help=parts)
     add("--rounds", type=int, default=5, help="rounds, each in an order of its own")
     add("--calls", type=int, default=4, help="calls of each implementation in a round")
     add("--seed", type=int, default=0, help="of the orders")
@@ -88,6 +91,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"bench: --peers must be of {', '.join(peers.NAMES)}; got {unknown[0]}")
     if (arguments.tile or arguments.regret) and arguments.family not in TILED:
         raise ValueError(f"bench: --tile is for {', '.join(TILED)}; got {arguments.family}")
+    if arguments.parts != ["1"] and arguments.family != "expert-parallel":
+        raise ValueError(f"bench: --parts is for expert-parallel; got {arguments.family}")
     for text in arguments.tile:
         if text != "all":
             parse_tile(text)

@@ -165,6 +165,8 @@ def _figures(calls: Mapping[str, Call]) -> dict[str, Any]:
             figures[f"{prefix}peak_bytes"] = call.peak_bytes
         if call.moved_bytes is not None:
             figures[f"{prefix}moved_bytes"] = dict(call.moved_bytes)
+        if call.products_beside is not None:
+            figures[f"{prefix}products_beside"] = dict(call.products_beside)
     return figures
 
 

@@ -202,8 +202,8 @@ class MoE(nnx.Module):
       metadata: metadata of a parameter by its name, as Flax's kernel_metadata:
         {"w_gate_up": {"out_sharding": ("expert", None, None)}}.
       rngs: its stream `params` is drawn from.
-      options: of moe.moe_layer: recipe, implementation, expert_axis, exchange, capacity_factor,
-        mesh.
+      options: of moe.moe_layer: recipe, implementation, expert_axis, exchange, parts,
+        capacity_factor, mesh.
     Attributes:
       router, w_gate_up, ...: nnx.Param. moe.block.parameter_shapes(config) lists them. One of them,
         balance_bias, is a BalanceBias, which no gradient trains.

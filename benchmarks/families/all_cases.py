@@ -18,8 +18,13 @@ MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
 
 
-def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
-    """The cases of a family, of these shapes where it has none of its own."""
+def cases_of(
+    family: str, shapes: Sequence[Shape] = (), parts: Sequence[str] = ("1",)
+) -> Sequence[Case]:
+    """The cases of a family, of these shapes where it has none of its own.
+
+    parts: of expert-parallel, of expert_parallel.PARTS.
+    """
     if family == "matmul":
         return [mlp.mlp_case(mlp.LLAMA3_8B)]
     if family == "moe":
@@ -29,7 +34,8 @@ def cases_of(family: str, shapes: Sequence[Shape] = ()) -> Sequence[Case]:
     if family == "fsdp":
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":
-        return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3)
+        num_parts = [expert_parallel.PARTS[name] for name in parts]
+        return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3, num_parts)
     if family == "activation":
         return activation_cases(shapes)
     if family in SQUARE_WGRAD:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.case import peak_bytes
+from benchmarks.families.hlo_text import CALLED, COLLECTIVES, computations, products_beside
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call, Samples
 
@@ -20,10 +21,8 @@ _OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True
 }  # collectives beside products
 
-_COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all"
-_COLLECTIVE = re.compile(rf" = (.+?) ({_COLLECTIVES}|collective-permute)(?:-done)?\(")
+_COLLECTIVE = re.compile(rf" = (.+?) ({COLLECTIVES})(?:-done)?\(")
 _WHILE = re.compile(r" while\(.* body=%?([\w.-]+)")
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
 _TURN = ", a turn"
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -54,6 +53,7 @@ def step_call(
     """
     jitted = jax.jit(step, donate_argnums=0)
     compiled = jitted.lower(state, *operands).compile(compiler_options=_OPTIONS)
+    text = compiled.as_text() or ""
     states = [state]
 
     def run() -> Any:
@@ -65,7 +65,8 @@ def step_call(
         jax_queue(),
         max_repeat=max_repeat,
         peak_bytes=peak_bytes(compiled),
-        moved_bytes=moved_bytes(compiled.as_text() or "", local_mesh().size) or None,
+        moved_bytes=moved_bytes(text, local_mesh().size) or None,
+        products_beside=products_beside(text) or None,
     )
 
 
@@ -94,17 +95,17 @@ def moved_bytes(text: str, num_devices: int) -> dict[str, int]:
       often as it runs. One that runs as often as the data say is not in these sums: what one turn
       of it moves has a kind of its own, "all-gather f8e4m3fn, a turn".
     """
-    computations = _computations(text)
+    of = computations(text)
 
     def count(name: str) -> Mapping[str, int]:
         total: collections.Counter[str] = collections.Counter()
-        for line in computations.get(name, ()):
+        for line in of.get(name, ()):
             if found := _COLLECTIVE.search(line):
                 total.update(_result_bytes(found[1], found[2], num_devices))
             elif found := _WHILE.search(line):
                 total.update(_loop_bytes(count(found[1]), _TRIP_COUNT.search(line)))
             else:
-                for called in _CALLED.findall(line):
+                for called in CALLED.findall(line):
                     total.update(count(called))
         return total
 
@@ -119,18 +120,6 @@ def _loop_bytes(body: Mapping[str, int], times: re.Match[str] | None) -> Mapping
         else:
             total[kind] += int(times[1]) * num_bytes
     return total
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation, of the first one under ENTRY."""
-    computations: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)", line)):
-            lines = computations.setdefault("ENTRY" if head[1] else head[2], [])
-        else:
-            lines.append(line)
-    return computations
 
 
 def _result_bytes(types: str, kind: str, num_devices: int) -> dict[str, int]:

@@ -27,6 +27,7 @@ class Call:
     max_repeat: the most calls to take a median of, for a slow one.
     peak_bytes: device memory that the call's program needs, where that is known.
     moved_bytes: what its collectives move, by kind and dtype.
+    products_beside: how many products are queued while each collective runs, by kind.
     """
 
     run: Callable[[], Any]
@@ -35,6 +36,7 @@ class Call:
     max_repeat: int | None = None
     peak_bytes: int | None = None
     moved_bytes: Mapping[str, int] | None = None
+    products_beside: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,9 +157,9 @@ def moe_layer(
       before capacity_factor drops any. It counts all tokens that the call is given. In a shard_map
       over expert_axis those are the tokens of this device: add up with jax.lax.psum.
     Raises:
-      ValueError: shared_expert, expert_axis, exchange, parts, capacity_factor, arguments that do not go
-        together, experts that do not divide evenly, tokens that do not with a capacity_factor, and
-        whatever the functions of this module raise it for.
+      ValueError: shared_expert, expert_axis, exchange, parts, capacity_factor, arguments that do
+        not go together, experts that do not divide evenly, tokens that do not with a
+        capacity_factor, and whatever the functions of this module raise it for.
       TypeError: mesh, capacity_factor, any traced argument that is no array, and likewise.
     """
     x, w_gate_up, w_down = map(arrays.as_array, (x, w_gate_up, w_down))

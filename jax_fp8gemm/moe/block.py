@@ -82,7 +82,8 @@ def apply_block(
         ScaledArrays or, in training, QuantizedWeights.
       x: (..., d) bf16, f16 or f32: the tokens.
       return_load: whether to return the load too, as moe_layer does.
-      options: of moe_layer: recipe, implementation, expert_axis, exchange, capacity_factor, mesh.
+      options: of moe_layer: recipe, implementation, expert_axis, exchange, parts,
+        capacity_factor, mesh.
     Returns:
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
     Raises:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import benchmarks
 import jax_fp8gemm
 from benchmarks import cli
-from benchmarks.families import expert_parallel, fsdp, mesh
+from benchmarks.families import expert_parallel, fsdp, hlo_text, mesh
 from benchmarks.timing import timer
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.rounds import Rounds, Timing, measure_rounds
@@ -65,6 +65,46 @@ def test_a_loop_of_unknown_length_is_apart():
         "all-gather u8, a turn": 128,
         "all-reduce f32": 4,
         "reduce-scatter bf16": 4 * 2 * 4,
+    }
+
+
+SCHEDULED = """\
+HloModule step, is_scheduled=true
+
+%product (p: f8e4m3fn[8]) -> bf16[8] {
+  ROOT %out = bf16[8]{0} custom-call(%p), custom_call_target="jax_fp8gemm_grouped_gemm"
+}
+
+%moved (p: bf16[8]) -> bf16[8] {
+  ROOT %moved.1 = bf16[8]{0} all-to-all(%p), dimensions={0}
+}
+
+%turn (p: bf16[8]) -> bf16[8] {
+  ROOT %again = bf16[8]{0} custom-call(%p), custom_call_target="jax_fp8gemm_grouped_gemm"
+}
+
+ENTRY %main (x: f8e4m3fn[8]) -> bf16[8] {
+  %all-gather-start = (f8e4m3fn[8], f8e4m3fn[32]) all-gather-start(%x), dimensions={0}
+  %quantised = f8e4m3fn[8]{0} custom-call(%x), custom_call_target="jax_fp8gemm_quantize"
+  %all-gather-done = f8e4m3fn[32]{0} all-gather-done(%all-gather-start)
+  %all-gather-start.1 = (f8e4m3fn[8], f8e4m3fn[32]) all-gather-start(%x), dimensions={0}
+  %first = bf16[8]{0} fusion(%all-gather-done), kind=kCustom, calls=%product
+  %back = ((bf16[8]{0}), bf16[8]{0}) all-to-all-start(%first), calls=%moved
+  %loop = bf16[8]{0} while(%first), condition=%c, body=%turn
+  %all-gather-done.1 = f8e4m3fn[32]{0} all-gather-done((f8e4m3fn[8], f8e4m3fn[32]) %all-gather-start.1)
+  %dw = bf16[8]{0} custom-call(%first), custom_call_target="jax_fp8gemm_grouped_wgrad"
+  %second = bf16[8]{0} call(%all-gather-done.1), to_apply=%product
+  %back.1 = bf16[8]{0} all-to-all-done(%back)
+  ROOT %sum = bf16[8]{0} all-reduce(%back.1), to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_products_that_are_queued_while_a_collective_runs():
+    assert hlo_text.products_beside(SCHEDULED) == {
+        "all-gather": [0, 1],
+        "all-reduce": [0],
+        "all-to-all": [2],
     }
 
 
@@ -132,6 +172,9 @@ def test_work_of_a_mixture():
     assert first.labels["mode"] == "all_gather"
     assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
     assert [list(case.peers) for case in others] == [["one_gpu"]] * 2
+    in_parts = expert_parallel.expert_parallel_cases(MIXTURE, (1, None))
+    assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3
+    assert [list(case.peers) for case in in_parts[1:]] == [["one_gpu"]] * 5
     weights = 2 * 128 * 128 + 2 * 64 * 128
     assert first.work.num_bytes == 2 * (4 * 64 * 128 + 2 * weights)
 
@@ -164,18 +207,22 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
 def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
-    call = timer.Call(lambda: np.zeros(()), jax_queue(), moved_bytes={"all-gather f32": 10**7})
+    of_program = dict(moved_bytes={"all-gather f32": 10**7}, products_beside={"all-gather": [0, 2]})
+    call = timer.Call(lambda: np.zeros(()), jax_queue(), **of_program)
     monkeypatch.setattr(expert_parallel, "expert_parallel_call", lambda *args, **kwargs: call)
     file = tmp_path / "expert_parallel.json"
     arguments = ["--rounds", "1", "--calls", "1", "--peers", "one_gpu", "--json", str(file)]
-    assert benchmarks.main(["expert-parallel", *arguments]) == 0
+    assert benchmarks.main(["expert-parallel", "--parts", "1", "2", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["mode"] for row in rows] == ["all_gather", "all_to_all", "ragged_all_to_all"]
+    names = ["all_gather", "all_to_all", "ragged_all_to_all"]
+    expected = [(name, parts) for name in names for parts in (1, 2)]
+    assert [(row["mode"], row["parts"]) for row in rows] == expected
     for row in rows:
         assert row["family"] == "expert_parallel" and row["gpus"] == 2 and row["timer"] == "wall"
         assert row["tokens"] == 8192 and list(row["peers"]) == ["one_gpu"]
-    title = "moved by deepseek_v3 (tokens=8192, mode=all_gather), GB: "
-    assert f"{title}ours [all-gather f32 0.010], one_gpu " in capsys.readouterr().out
+    printed, of = capsys.readouterr().out, "deepseek_v3 (tokens=8192, mode=all_gather, parts=2)"
+    assert f"moved by {of}, GB: ours [all-gather f32 0.010], one_gpu " in printed
+    assert f"beside collectives of {of}, products: ours [all-gather 0 2], one_gpu " in printed
 
 
 @pytest.mark.parametrize("family", ["fsdp", "expert-parallel"])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_expert_parallel import vjp
 from test_mesh_gpu import all_gpus, place
 
+from benchmarks.families.hlo_text import products_beside
 from benchmarks.families.mesh import moved_bytes
 from jax_fp8gemm._data.recipe import BF16, DEEPSEEK_V3, Recipe
 from jax_fp8gemm.moe import moe_layer, route
@@ -47,27 +48,29 @@ def problem(skew=0.0):
     return in_bf16(m, D), *choice, *weights, in_bf16(m, D)
 
 
-def compiled(layer, operands):
+def compiled(layer, operands, **compiler_options):
     """vjp of the layer, without autotuning of XLA's own products."""
     jitted = jax.jit(functools.partial(vjp, layer))
-    return jitted.lower(*operands).compile(compiler_options=gpu_cases.COMPILER_OPTIONS)
+    options = gpu_cases.COMPILER_OPTIONS | compiler_options
+    return jitted.lower(*operands).compile(compiler_options=options)
 
 
 def spread(skew=0.0):
     return place(one_axis(), problem(skew), [P("x")] * 6)
 
 
-def compile_spread(exchange, recipe=DEEPSEEK_V3):
+def compile_spread(exchange, recipe=DEEPSEEK_V3, parts=1, **compiler_options):
     """The compiled vjp of the layer whose experts are spread."""
     layer = functools.partial(
         moe_layer,
         mesh=one_axis(),
         expert_axis="x",
         exchange=exchange,
+        parts=parts,
         recipe=recipe,
         implementation=gpu_cases.IMPLEMENTATION if recipe.is_fp8 else None,
     )
-    return compiled(layer, spread())
+    return compiled(layer, spread(), **compiler_options)
 
 
 # For tests that change nothing of how a program is made.
@@ -122,6 +125,32 @@ def test_several_turns_of_rows_and_of_tokens(traced_anew, monkeypatch):
     assert max(of_tokens) < 1e-5
     # Turns cut the tokens of an expert into other blocks.
     assert max(dw_gate_up, dw_down) < 5e-3
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_give_tokens_the_bits_of_one_part(parts):
+    expected = program("all_gather")(*spread())
+    for name in NAMES:
+        run = compile_spread(name, parts=parts)
+        found, *others = (run(*spread()) for _ in range(3))
+        for other in others:
+            jax.tree.map(reference.assert_same_bits, other, found)
+        for x, y in zip(found[:2], expected[:2], strict=True):
+            reference.assert_same_bits(x, y, name)
+        of_weights = diffs(found, expected)[2:]
+        print(name, of_weights)  # pytest -rP shows them
+        # Of the weights of choices f32 sums. Parts cut the tokens of an expert into other blocks.
+        assert of_weights[0] < 1e-9 and max(of_weights) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+def test_collectives_of_parts_run_beside_products(name):
+    scheduler = dict(xla_gpu_enable_latency_hiding_scheduler=True)
+    beside = products_beside(compile_spread(name, parts=2, **scheduler).as_text())
+    print(beside)  # pytest -rP shows it
+    there, back = ("all-gather", "all-to-all") if name == "all_gather" else ("all-to-all",) * 2
+    # The tokens of the second part travel, and so do the results of the first one.
+    assert max(beside[there]) > 0 and max(beside[back]) > 0
 
 
 def test_tokens_travel_as_fp8():

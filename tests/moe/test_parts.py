@@ -57,9 +57,7 @@ def assert_same_for_tokens(found, expected):
     assert_diff_below(REORDERED, found[2:3], expected[2:3])
 
 
-@pytest.mark.parametrize(
-    "parts, exchange", [(4, "all_gather"), (2, "ragged_all_to_all")]
-)
+@pytest.mark.parametrize("parts, exchange", [(4, "all_gather"), (2, "ragged_all_to_all")])
 def test_tokens_get_the_bits_of_one_part(parts, exchange):
     found = program(parts, exchange)(*problem())
     assert_same_for_tokens(found, program(1, "all_gather")(*problem()))

@@ -24,8 +24,8 @@ from jax_fp8gemm.moe._parallel.exchange_kinds import AllGather, Exchange, Ragged
 from jax_fp8gemm.moe._parallel.parts import NUMBERS
 
 FLOP_RATE = 1.03e15  # of experts on an H200, all kernels together: `bench moe`
-# Of 16 experts of 2048 tokens on an H200, 470 M weights: a kernel that adds to f32 gradients reaches
-# 947 TFLOPS, and 997 where it stores them. That is 0.1 ms.
+# Of 16 experts of 2048 tokens on an H200, 470 M weights: a kernel that adds to f32 gradients
+# reaches 947 TFLOPS, and 997 where it stores them. That is 0.1 ms.
 ACCUMULATE_SECONDS = 0.22e-12  # a weight
 MEMORY_RATE = 4e12  # bytes/s, assumed: what a copy reaches of an H200's 4.8e12
 PART_SECONDS = 0.3e-3  # assumed: launches, the latencies of 9 collectives, and shorter products

@@ -1,8 +1,8 @@
 """Parts: into how many parts a device divides its tokens, and in which order XLA runs them.
 
-The tokens of part i + 1 travel, and the results of part i - 1 travel back, while the experts compute
-part i. XLA does that, if its latency-hiding scheduler is on: what travels depends on no product of
-another part.
+The tokens of part i + 1 travel, and the results of part i - 1 travel back, while the experts
+compute part i. XLA does that, if its latency-hiding scheduler is on: what travels depends on no
+product of another part.
 """
 
 from __future__ import annotations

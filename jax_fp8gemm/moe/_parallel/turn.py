@@ -105,7 +105,9 @@ def backward_turn(
     w: Experts,
     gate_up: jax.Array | None,
 ) -> tuple[TokenGradients, RowGradients]:
-    """Returns what the rows of this turn add to the gradients of tokens, and weight_gradients' part.
+    """Returns what the rows of this turn add to the gradients of tokens.
+
+    The second result is what weight_gradients needs of them.
 
     gate_up: the product of the forward pass. None: it was not kept and is computed again.
     """
