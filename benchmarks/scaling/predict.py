@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from benchmarks.scaling.model import (
     Axis,
+    Model,
     Number,
     Rates,
     exchange,
     expert_seconds,
     fsdp_bytes,
 )
+from jax_fp8gemm.moe._parallel import choose_parts
 from jax_fp8gemm.moe._parallel.exchange import HEADROOM, Name
 
 
@@ -53,6 +55,25 @@ def predict_ep_layer(
     if not is_fp8:
         compute = flop / rates.bf16_expert_tflops / 1e12
     return Prediction(flop, compute, moved.dispatch_bytes + moved.return_bytes, moved.seconds)
+
+
+def layer_seconds_in_parts(
+    num_parts: int, strategy: Name, axis: Axis, tokens: int, model: Model, rates: Rates
+) -> float:
+    """One expert-parallel layer whose devices divide their tokens into parts.
+
+    By the formulas of moe_layer's own choice (moe/_parallel/choose_parts.py), with the rates of
+    this model.
+    """
+    moved = exchange(strategy, axis, model.hidden, model.top_k, tokens, rates)
+    back = axis.exchange_seconds(moved.return_bytes, rates.all_to_all_gbps, rates)
+    there = moved.seconds - back
+    flop = 18.0 * tokens * model.top_k * model.hidden * model.inter
+    weights = model.num_experts // axis.size * model.expert_weights
+    products = expert_seconds(flop, weights, rates)
+    # There, back and products of one pass; backward there are twice as many products.
+    seconds = choose_parts.layer_seconds(num_parts, there / 2, back / 2, products / 3)
+    return seconds + choose_parts.part_seconds(num_parts, weights, weight_bytes=2)
 
 
 def predict_fsdp_mlps(

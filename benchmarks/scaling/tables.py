@@ -12,10 +12,13 @@ from benchmarks.scaling.model import (
     Axis,
     Model,
     Rates,
+    crossover,
     exchange,
 )
 from benchmarks.scaling.plan import STATE_BYTES, Plan, Work, best_plan
-from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES
+from benchmarks.scaling.predict import layer_seconds_in_parts
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES, Name
+from jax_fp8gemm.moe._parallel.parts import NUMBERS
 
 _DEVICES = (64, 128, 256, 512, 1024, 2048)
 _TOKENS = 8192
@@ -25,7 +28,13 @@ _MODEL, _RATES = Model(), Rates()
 def fill(text: str) -> str:
     """`text` with the table of each name put between its two comments."""
     tables = dict(
-        model=_model, rates=_rates, exchange=_exchange, hidden=_hidden, plan=_plan, change=_change
+        model=_model,
+        rates=_rates,
+        exchange=_exchange,
+        parts=_parts,
+        hidden=_hidden,
+        plan=_plan,
+        change=_change,
     )
 
     def table(match: re.Match[str]) -> str:
@@ -95,6 +104,22 @@ def _exchange() -> str:
     short = ("gather", "slots", "ragged")
     header = ["p", *(f"{name}, {kind} MB" for kind in ("FP8", "bf16") for name in short)]
     header += [f"{name}, {where} ms" for where in ("host", "network") for name in short[:2]]
+    return _table(header, (list(row(p)) for p in (2, 4, 8, 16, 32, 64)))
+
+
+def _parts() -> str:
+    """Of one layer, within a host and with eight devices of the expert axis in each."""
+
+    def row(p: int):
+        axis = Axis(p, min(p, _RATES.gpus_per_host))
+        strategy: Name = "all_gather" if p <= crossover(_MODEL.top_k, HEADROOM) else "all_to_all"
+        moved = exchange(strategy, axis, _MODEL.hidden, _MODEL.top_k, _TOKENS, _RATES)
+        yield from (p, f"`{strategy}`", f"{moved.seconds * 1e3:.1f}")
+        for num_parts in NUMBERS:
+            how = strategy, axis, _TOKENS, _MODEL, _RATES
+            yield f"{layer_seconds_in_parts(num_parts, *how) * 1e3:.1f}"
+
+    header = ("p", "exchange", "exchange ms", *(f"layer ms, parts={c}" for c in NUMBERS))
     return _table(header, (list(row(p)) for p in (2, 4, 8, 16, 32, 64)))
 
 

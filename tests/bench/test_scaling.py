@@ -17,7 +17,7 @@ from benchmarks.scaling.model import (
     token_bytes,
 )
 from benchmarks.scaling.plan import Layout, Work, best_plan, layouts, plan
-from benchmarks.scaling.predict import predict_ep_layer, predict_fsdp_mlps
+from benchmarks.scaling.predict import layer_seconds_in_parts, predict_ep_layer, predict_fsdp_mlps
 from benchmarks.scaling.tables import fill
 from jax_fp8gemm.moe._parallel.exchange import choose_exchange, make_exchange
 
@@ -129,6 +129,28 @@ def test_expert_parallel_layer():
     assert bf16.compute_seconds == pytest.approx(found.flop / 90e12)
 
 
+def test_layer_in_parts():
+    """By hand, where products are longer than what travels beside them, and where they are not."""
+    tokens, axis = 8192, Axis(8, 8)
+    moved = exchange("all_to_all", axis, 7168, 8, tokens, RATES)
+    back = moved.return_bytes / 270e9 / 2
+    there = moved.seconds / 2 - back
+    weights = 32 * 3 * 7168 * 2048
+    products = expert_seconds(18 * tokens * 8 * 7168 * 2048, weights, RATES) / 3
+    seconds = lambda c: layer_seconds_in_parts(c, "all_to_all", axis, tokens, MODEL, RATES)
+    # Backward the way there, and the gradients of weights hide the way back.
+    assert seconds(1) == pytest.approx(there + products + back + there + 2 * products)
+    own = 0.3e-3 + weights * (0.22e-12 + 6 / 4e12)
+    shown = (there + back) / 2 + there / 2
+    assert seconds(2) == pytest.approx(shown + 3 * products + own)
+    slow = Rates(all_to_all_gbps=27)
+    there, back = 10 * there, 10 * back
+    assert back + there > 2 * products
+    by_hand = there + back + products / 2 + there + back + products / 2 + own
+    found = layer_seconds_in_parts(2, "all_to_all", axis, tokens, MODEL, slow)
+    assert found == pytest.approx(by_hand)
+
+
 @pytest.mark.parametrize("p", range(2, 9))
 def test_the_faster_exchange_in_one_host_is_that_of_the_layer(p):
     seconds = lambda strategy: exchange(strategy, Axis(p, p), 7168, 8, 8192, RATES).seconds
@@ -199,6 +221,6 @@ def test_best_plan_is_the_fastest():
 @in_checkout
 def test_the_tables_of_the_document_are_those_of_the_model():
     text = (_ROOT / "docs" / "scaling.md").read_text()
-    assert text.count("<!-- end -->") == 6
+    assert text.count("<!-- end -->") == 7
     # python -m benchmarks.scaling.tables docs/scaling.md
     assert fill(text) == text
