@@ -134,12 +134,12 @@ def layer_truth():
 
 @RECIPES
 @pytest.mark.parametrize(
-    "shape, axis",
-    [(None, None), ((4,), "x"), ((4, 2), "y")],
-    ids=["one device", "4 devices", "8 devices, tokens along x too"],
+    "shape, axis, parts",
+    [(None, None, 1), ((4,), "x", 1), ((4, 2), "y", 2)],
+    ids=["one device", "4 devices", "8 devices, tokens along x too, in parts"],
 )
-def test_layer_against_float64(recipe, shape, axis):
-    where = {} if shape is None else dict(mesh=auto_mesh(*shape), expert_axis=axis)
+def test_layer_against_float64(recipe, shape, axis, parts):
+    where = {} if shape is None else dict(mesh=auto_mesh(*shape), expert_axis=axis, parts=parts)
     layer = functools.partial(moe_layer, recipe=recipe, **where)
     found = jax.jit(functools.partial(layer_vjp, layer))(*layer_problem(), *layer_biases())
     assert_diff_below(LAYER[recipe], found, layer_truth())
