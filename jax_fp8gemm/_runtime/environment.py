@@ -5,6 +5,9 @@ The extension takes these variables when the package is imported:
     JAX_FP8GEMM_NVRTC      path of libnvrtc.so; only that one is tried
     JAX_FP8GEMM_JIT_DEBUG  1: report each kernel on stderr (registers, spills, time, cache hits)
     JAX_FP8GEMM_DUMP_DIR   folder for source, log, cubin and SASS of each kernel
+
+The first product that is lowered takes this one:
+    JAX_FP8GEMM_NUM_SMS    the SMs that products use at most; collectives beside them have the rest
 """
 
 import importlib.util
@@ -40,6 +43,17 @@ def is_writable(folder: str) -> bool:
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def max_sms() -> int | None:
+    """Returns how many SMs products use at most; None for all. Raises ValueError."""
+    value = os.environ.get("JAX_FP8GEMM_NUM_SMS")
+    if not value:
+        return None
+    # A cluster of CTAs takes up to 4.
+    if not value.isascii() or not value.isdigit() or int(value) < 4:
+        raise ValueError(f"JAX_FP8GEMM_NUM_SMS must be an integer of at least 4; got {value}")
+    return int(value)
 
 
 def nvrtc_paths() -> list[str]:

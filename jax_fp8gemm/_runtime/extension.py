@@ -180,7 +180,15 @@ def warn_once(reason: str) -> None:
 
 @functools.cache
 def num_sms() -> int:
-    """Returns the number of SMs of the first GPU, or that of an H200 without a GPU."""
+    """Returns the number of SMs that products may use: all, unless JAX_FP8GEMM_NUM_SMS says less.
+
+    All are those of the first GPU, or of an H200 without a GPU.
+    """
+    limit = environment.max_sms()
+    return _num_sms() if limit is None else min(limit, _num_sms())
+
+
+def _num_sms() -> int:
     if _ext is None:
         return hopper.NUM_SMS
     try:

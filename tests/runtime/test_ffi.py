@@ -104,6 +104,20 @@ def test_num_sms_is_the_first_device_s(monkeypatch):
     assert extension.num_sms() == 108
 
 
+def test_products_use_fewer_sms_where_the_environment_says_so(monkeypatch):
+    pretend(monkeypatch, device("NVIDIA H100 PCIe", (9, 0)))
+    for value, expected in (("96", 96), ("200", 108), ("", 108)):
+        extension.num_sms.cache_clear()
+        monkeypatch.setenv("JAX_FP8GEMM_NUM_SMS", value)
+        assert extension.num_sms() == expected
+    for value in ("3", "-96", "all", "9.5"):
+        extension.num_sms.cache_clear()
+        monkeypatch.setenv("JAX_FP8GEMM_NUM_SMS", value)
+        message = f"JAX_FP8GEMM_NUM_SMS must be an integer of at least 4; got {value}"
+        with pytest.raises(ValueError, match=message):
+            extension.num_sms()
+
+
 def test_without_the_extension_the_reason_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(extension, "_ext", None)
     monkeypatch.setattr(extension, "_ext_fault", "No module named '_ext'", raising=False)
