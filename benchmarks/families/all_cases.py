@@ -34,8 +34,7 @@ def cases_of(
     if family == "fsdp":
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":
-        num_parts = [expert_parallel.PARTS[name] for name in parts]
-        return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3, num_parts)
+        return expert_parallel.expert_parallel_cases(expert_parallel.DEEPSEEK_V3, parts)
     if family == "activation":
         return activation_cases(shapes)
     if family in SQUARE_WGRAD:

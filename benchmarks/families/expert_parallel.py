@@ -5,7 +5,7 @@ Each GPU has its own tokens and its own experts. Routing counts, and so does the
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
 from jax_fp8gemm import BF16, moe
 from jax_fp8gemm.moe._parallel.exchange import NAMES
-from jax_fp8gemm.moe._parallel.parts import NUMBERS, NumParts
+from jax_fp8gemm.moe._parallel.parts import NumParts
 
-PARTS = {str(number): number for number in NUMBERS} | {"chosen": None}  # as the command line says
+# As the command line names them.
+PARTS: Mapping[str, NumParts | None] = {"1": 1, "2": 2, "4": 4, "chosen": None}
 
 _LAX_REPEAT = 1  # three steps, of half a second or more each
 # Of jax.lax.ragged_dot's layer, whose time and memory grow with the rows that it has room for: as
@@ -49,13 +50,10 @@ class Mixture:
 DEEPSEEK_V3 = Mixture("deepseek_v3", experts=16, tokens=8192, top_k=8, hidden=7168, inter=2048)
 
 
-def expert_parallel_cases(
-    mixture: Mixture, num_parts: Sequence[NumParts | None] = (1,)
-) -> list[Case]:
+def expert_parallel_cases(mixture: Mixture, parts: Sequence[str] = ("1",)) -> list[Case]:
     """Our layer by each exchange beside one GPU alone, and once in bf16. Figures are of one GPU.
 
-    num_parts: the layer is measured with each of these `parts`; those of None have the label
-      "chosen".
+    parts: keys of PARTS, with each of which the layer is measured.
     """
     m, mesh = mixture, local_mesh()
     # Read once: x, dout, both weights. Written once: the result, dx, both gradients. All but
@@ -65,9 +63,9 @@ def expert_parallel_cases(
     # Compiled once for all rows.
     one_gpu = functools.cache(lambda: expert_parallel_call(mixture, _first_of(mesh)))
 
-    def case(exchange: str, parts: NumParts | None) -> Case:
+    def case(exchange: str, num_parts: str) -> Case:
         peers: dict[str, Build] = {"one_gpu": one_gpu}
-        if exchange == "all_gather" and parts == num_parts[0]:
+        if exchange == "all_gather" and num_parts == parts[0]:
             peers["lax_ragged_dot"] = functools.partial(
                 call,
                 exchange=exchange,
@@ -85,16 +83,16 @@ def expert_parallel_cases(
                 hidden=m.hidden,
                 inter=m.inter,
                 mode=exchange,
-                parts="chosen" if parts is None else parts,
+                parts=PARTS[num_parts] or num_parts,
             ),
             shape=Shape(m.tokens, m.inter, m.hidden),
             work=Work(m.flop, num_bytes),
             config="",
-            build=functools.partial(call, exchange=exchange, parts=parts),
+            build=functools.partial(call, exchange=exchange, parts=PARTS[num_parts]),
             peers=peers,
         )
 
-    return [case(exchange, parts) for exchange in NAMES for parts in num_parts]
+    return [case(exchange, num_parts) for exchange in NAMES for num_parts in parts]
 
 
 def expert_parallel_call(

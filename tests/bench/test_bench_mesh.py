@@ -172,7 +172,7 @@ def test_work_of_a_mixture():
     assert first.labels["mode"] == "all_gather"
     assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
     assert [list(case.peers) for case in others] == [["one_gpu"]] * 2
-    in_parts = expert_parallel.expert_parallel_cases(MIXTURE, (1, None))
+    in_parts = expert_parallel.expert_parallel_cases(MIXTURE, ("1", "chosen"))
     assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3
     assert [list(case.peers) for case in in_parts[1:]] == [["one_gpu"]] * 5
     weights = 2 * 128 * 128 + 2 * 64 * 128

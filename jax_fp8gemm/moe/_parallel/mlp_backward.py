@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._mlp_products import Experts
-from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
 from jax_fp8gemm.moe._parallel.part import (
@@ -41,10 +40,9 @@ from jax_fp8gemm.moe._parallel.turn import (
 
 def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:
     """Returns the gradients of x, weights, w_gate_up, w_down and, in f32, of the biases."""
-    summed = spec.products if len(spec.parts) == 1 else _with_f32_gradients(spec.products)
-    fmt = spec.products.into.recipe.bwd
-    sent = divide(quantize_to_send(spec, fmt, dout), spec.part_sizes)
-    later = replace(spec, products=summed)
+    summed = spec if len(spec.parts) == 1 else _with_f32_gradients(spec)
+    sent = quantize_to_send(spec, spec.products.into.recipe.bwd, dout)
+    sent = divide(sent, spec.part_sizes)
 
     def arrive(i: int, *earlier: Any) -> ScaledArray:
         return send(spec.parts[i], kept.parts[i].plan, 0, after(sent[i], earlier))
@@ -52,31 +50,32 @@ def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradi
     of_tokens, dw, first = [], None, ()
     for i, part, arrived in in_order(spec.parts, arrive):
         received, gate_up, plan, _ = kept.parts[i]
-        arrivals = _Arrivals(later, part, received, after(arrived, first), w)
+        arrivals = _Arrivals(summed, part, received, after(arrived, first), w)
         first, of_rows = arrivals.turn(0, gate_up)
         of_tokens.append(arrivals.give_back(plan, 0, first))
         dw = arrivals.of_weights(of_rows, dw)
     assert dw is not None
-
     for i, first in enumerate(at_the_end(spec.parts, of_tokens)):
-        of_tokens[i], dw = _later_turns(later, i, kept, sent[i], w, first, dw)
+        of_tokens[i], dw = _later_turns(summed, i, kept, sent[i], w, first, dw)
     tokens = join(of_tokens)
     dtype = kept.parts[0].received.weights.dtype
-    drhs = (
-        None if dw is None else dw.astype(product.rhs_dtype)
-        for dw, product in zip(dw[:2], spec.products[:2], strict=True)
+    drhs = dw.w_gate_up, dw.w_down
+    both = spec.products.into, spec.products.down
+    dw_gate_up, dw_down = (
+        None if x is None else x.astype(product.rhs_dtype)
+        for x, product in zip(drhs, both, strict=True)
     )
     dx = tokens.x.astype(spec.products.into.lhs_dtype)
-    return Gradients(dx, tokens.weights.astype(dtype), *drhs, dw.biases)
+    return Gradients(dx, tokens.weights.astype(dtype), dw_gate_up, dw_down, dw.biases)
 
 
-def _with_f32_gradients(products: Specs) -> Specs:
-    """Returns `products` whose gradients of weights are f32, as their sums over parts are."""
+def _with_f32_gradients(spec: ExpertSpec) -> ExpertSpec:
+    """Returns `spec` whose gradients of weights are f32, as their sums over parts are."""
     into, down = (
         product if product.rhs_dtype is None else replace(product, rhs_dtype=jnp.dtype(jnp.float32))
-        for product in (products.into, products.down)
+        for product in (spec.products.into, spec.products.down)
     )
-    return products._replace(into=into, down=down)
+    return replace(spec, products=spec.products._replace(into=into, down=down))
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,10 @@ def in_order(
     """
     arrived = arrive(0)
     for i, part in enumerate(parts):
-        following = arrive(i + 1, arrived) if i + 1 < len(parts) else None
-        yield i, part, arrived
-        arrived = following
+        here = arrived
+        if i + 1 < len(parts):
+            arrived = arrive(i + 1, here)
+        yield i, part, here
 
 
 def at_the_end(parts: Sequence[Any], results: list[Arrays]) -> list[Arrays]:
