@@ -12,7 +12,7 @@ the sums of the turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from jax_fp8gemm.moe._parallel.slots import add_parts, assign_slots, pack, unpac
 Plan: TypeAlias = Any
 AxisName: TypeAlias = str | tuple[str, ...]
 TurnNumber: TypeAlias = jax.Array | int  # the first turn is 0; later ones are traced
+Encode: TypeAlias = Callable[[jax.Array], ScaledArray]
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,21 @@ class Exchange:
         """
         raise NotImplementedError
 
-    def give_back(self, plan: Plan, turn: TurnNumber, y: jax.Array | ScaledArray) -> jax.Array:
+    def give_back(
+        self, plan: Plan, turn: TurnNumber, y: jax.Array, encode: Encode | None = None
+    ) -> jax.Array:
         """Sends back y, which has a row for each received row.
 
+        encode: makes of y what travels. None: y does.
         Returns the f32 sums (t, ...), for each token over the devices that received it.
         """
-        if not isinstance(y, ScaledArray):
+        if encode is None:
             return add_parts(self.parts(plan, turn, y))
-        values, scales = (self.parts(plan, turn, x) for x in values_and_scale(y))
-        parts = (ScaledArray(v, s, block=y.block) for v, s in zip(values, scales, strict=True))
+        encoded = encode(y)
+        values, scales = (self.parts(plan, turn, x) for x in values_and_scale(encoded))
+        parts = (
+            ScaledArray(v, s, block=encoded.block) for v, s in zip(values, scales, strict=True)
+        )
         return add_parts([part.dequantize(jnp.float32) for part in parts])
 
     def parts(self, plan: Plan, turn: TurnNumber, y: jax.Array) -> Sequence[jax.Array]:

@@ -81,8 +81,8 @@ def give_back(
 ) -> jax.Array:
     """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
     is_quantised = spec.products.into.recipe.fp8_combine
-    back = quantize_to_send(spec, fmt, y) if is_quantised else y
-    return part.exchange.give_back(plan, turn, back)
+    encode = partial(quantize_to_send, spec, fmt) if is_quantised else None
+    return part.exchange.give_back(plan, turn, y, encode)
 
 
 def results(
