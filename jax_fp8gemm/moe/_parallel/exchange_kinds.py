@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
-from jax_fp8gemm.moe._parallel.ragged_all_to_all import ragged_all_to_all
+from jax_fp8gemm.moe._parallel.ragged_all_to_all import num_updates, ragged_all_to_all
 from jax_fp8gemm.moe._parallel.slots import add_parts, assign_slots, pack, unpack
 
 # A pytree of arrays. Each kind of exchange makes plans of its own kind.
@@ -166,15 +166,18 @@ class RaggedAllToAll(Exchange):
         """The number of rows that hold all that a device sends."""
         return self.tokens * min(self.size, self.top_k)
 
+    def _move(self, rows: jax.Array, out: jax.Array, how: tuple[jax.Array, ...]) -> jax.Array:
+        return ragged_all_to_all(rows, out, how, self.axis, num_updates(self.size))
+
     def send(
         self, plan: Plan, turn: TurnNumber, x: jax.Array, empty: int | None = None
     ) -> jax.Array:
         (positions, has_one), how, _ = plan
         rows = pack(x, positions, has_one, self._sent, empty)
         out = jnp.full((self.received, *x.shape[1:]), 0 if empty is None else empty, x.dtype)
-        return ragged_all_to_all(rows, out, how, self.axis)
+        return self._move(rows, out, how)
 
     def parts(self, plan: Plan, turn: TurnNumber, y: jax.Array) -> Sequence[jax.Array]:
         positions, _, how = plan
         out = jnp.zeros((self._sent, *y.shape[1:]), y.dtype)
-        return unpack(ragged_all_to_all(y, out, how, self.axis), *positions)
+        return unpack(self._move(y, out, how), *positions)

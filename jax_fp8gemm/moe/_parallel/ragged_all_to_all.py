@@ -1,7 +1,15 @@
-"""ragged_all_to_all: lax.ragged_all_to_all, which here runs on CPUs too."""
+"""ragged_all_to_all: lax.ragged_all_to_all in many updates, which here runs on CPUs too.
+
+XLA's kernel for peers in one host starts peers * updates CTAs of 128 threads, and each of them
+stores 8 bytes a thread into the memory of a peer. One update for each peer leaves most
+multiprocessors idle. So what a device sends to a peer is split into several updates: more CTAs
+write the same rows to the same places.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -10,30 +18,92 @@ from jax import lax
 
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
+How = tuple[jax.Array, ...]  # input_offsets, send_sizes, output_offsets and recv_sizes
+
+# With 4 peers these make 128 CTAs, about one for each of the 132 multiprocessors of an H100 or
+# H200. On GB200s of one NVLink domain 32 updates made this kernel 17.8 times as fast as one, and
+# 64 no faster (marin-community/marin#8077). A power of two, because XLA's kernel halves the number
+# to share updates among CTAs. `bench expert-parallel --updates` measures others.
+UPDATES = 32
+# XLA's kernel writes through pointers of at most 8 peers. For more of them, and for other hosts,
+# XLA queues a send and a receive of NCCL for each update: fewer are better there.
+_MAX_PEERS = 8
+
+_forced: list[int] = []
+
+
+def num_updates(peers: int) -> int:
+    """Returns into how many updates a device splits what it sends to each of its `peers`."""
+    if _forced:
+        return _forced[-1]
+    return UPDATES if peers <= _MAX_PEERS else 1
+
+
+@contextlib.contextmanager
+def override(updates: int) -> Iterator[None]:
+    """Forces the number of updates of whatever is traced meanwhile; for benchmarks."""
+    _forced.append(updates)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
 
 def ragged_all_to_all(
-    rows: jax.Array, out: jax.Array, how: tuple[jax.Array, ...], axis: str | tuple[str, ...]
+    rows: jax.Array, out: jax.Array, how: How, axis: str | tuple[str, ...], updates: int = 1
 ) -> jax.Array:
     """Returns `out` with the rows that this device receives.
 
-    how: input_offsets, send_sizes, output_offsets and recv_sizes, as for lax.ragged_all_to_all.
+    how: as for lax.ragged_all_to_all, with one update for each peer.
+    updates: into how many the rows for a peer are split. Values do not depend on it.
     """
 
     def run(rows, out, *how):
         # NOTE: JAX gives the result other varying axes than the rows have.
-        return match_varying(lax.ragged_all_to_all(rows, out, *how, axis_name=axis), rows)[0]
+        sent = lax.ragged_all_to_all(rows, out, *split(how, updates), axis_name=axis)
+        return match_varying(sent, rows)[0]
 
-    dense = partial(_dense_all_to_all, axis=axis)
+    dense = partial(dense_all_to_all, axis=axis)
     return lax.platform_dependent(rows, out, *how, cpu=dense, default=run)
 
 
-def _dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis):
+def split(how: How, updates: int) -> How:
+    """Returns `how` with so many updates for each peer, one after another.
+
+    Those of a peer have the same number of rows, except that the last ones may have fewer or none.
+    """
+    input_offsets, send_sizes, output_offsets, recv_sizes = how
+    if updates == 1:
+        return how
+    sent, starts = _pieces(send_sizes, updates)
+    received, _ = _pieces(recv_sizes, updates)
+    flat = lambda x: x.reshape(-1)
+    return (
+        flat(input_offsets[:, None] + starts),
+        flat(sent),
+        flat(output_offsets[:, None] + starts),
+        flat(received),
+    )
+
+
+def _pieces(sizes: jax.Array, updates: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the sizes (peers, updates) of the pieces of each slice, and their starts in it."""
+    most = (sizes + (updates - 1)) // updates
+    starts = most[:, None] * jnp.arange(updates, dtype=sizes.dtype)[None]
+    starts = jnp.minimum(starts, sizes[:, None])
+    return jnp.minimum(most[:, None], sizes[:, None] - starts), starts
+
+
+def dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis):
     """Does what lax.ragged_all_to_all does by gathering everything; XLA has it not for CPUs."""
-    me = lax.axis_index(axis)
+    me, peers = lax.axis_index(axis), lax.axis_size(axis)
     every = lambda x: lax.all_gather(x, axis)
-    starts, sizes, places = (every(x)[:, me] for x in (input_offsets, send_sizes, output_offsets))
-    for sent, start, size, place in zip(every(rows), starts, sizes, places, strict=True):
-        offset = jnp.arange(out.shape[0], dtype=jnp.int32) - place
-        has_row = ((offset >= 0) & (offset < size)).reshape(-1, *(1,) * (out.ndim - 1))
-        out = jnp.where(has_row, sent.at[start + offset].get(mode="clip"), out)
+    # By sender and update, of what is sent to this device.
+    mine = lambda x: every(x).reshape(peers, peers, -1)[:, me]
+    starts, sizes, places = map(mine, (input_offsets, send_sizes, output_offsets))
+    for sent, *updates in zip(every(rows), starts, sizes, places, strict=True):
+        for start, size, place in zip(*updates, strict=True):
+            offset = jnp.arange(out.shape[0], dtype=jnp.int32) - place
+            has_row = ((offset >= 0) & (offset < size)).reshape(-1, *(1,) * (out.ndim - 1))
+            out = jnp.where(has_row, sent.at[start + offset].get(mode="clip"), out)
     return out
