@@ -29,9 +29,11 @@ class Rates:
     expert_tflops: Number = 1029.0
     weight_ps: Number = 1.777  # for each weight of an expert, whatever its rows
     bf16_expert_tflops: Number = 90.0  # jax.lax.ragged_dot
-    gather_gbps: Number = RATES["all_gather"] / 1e9  # and reduce_scatter, into a GPU
-    all_to_all_gbps: Number = RATES["all_to_all"] / 1e9
-    ragged_all_to_all_gbps: Number = RATES["ragged_all_to_all"] / 1e9
+    gather_gbps: Number = (
+        RATES["all_gather"].bytes_per_second / 1e9
+    )  # and reduce_scatter, into a GPU
+    all_to_all_gbps: Number = RATES["all_to_all"].bytes_per_second / 1e9
+    ragged_all_to_all_gbps: Number = RATES["ragged_all_to_all"].bytes_per_second / 1e9
     network_gbps: Number = 40.0  # assumed: 80 % of 400 Gb/s a GPU
     gpus_per_host: int = 8
 

@@ -17,7 +17,7 @@ from benchmarks.scaling.model import (
 )
 from benchmarks.scaling.plan import STATE_BYTES, Plan, Work, best_plan
 from benchmarks.scaling.predict import layer_seconds_in_parts
-from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES, Name
+from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES, RATES, Name
 from jax_fp8gemm.moe._parallel.parts import NUMBERS
 
 _DEVICES = (64, 128, 256, 512, 1024, 2048)
@@ -74,10 +74,12 @@ def _rates() -> str:
          "two layers of `bench moe`, 2026-11-23 (df33a7d)"),
         ("head, bf16", f"{r.bf16_tflops} TFLOPS", "Llama-3-70B MLP in XLA"),
         ("attention", f"{r.attention_tflops} TFLOPS", "assumed"),
-        ("`all_gather`, `reduce_scatter`, one host", f"{r.gather_gbps} GB/s a GPU", "4 GPUs"),
+        ("`all_gather`, `reduce_scatter`, one host", f"{r.gather_gbps} GB/s a GPU",
+         RATES["all_gather"].source),
         ("`all_to_all`, one host", f"{r.all_to_all_gbps} GB/s a GPU",
-         "4 GPUs, bf16, 117 MB each; FP8, 59 MB: 219"),
-        ("`ragged_all_to_all`, one host", f"{r.ragged_all_to_all_gbps} GB/s a GPU", "4 GPUs"),
+         RATES["all_to_all"].source),
+        ("`ragged_all_to_all`, one host", f"{r.ragged_all_to_all_gbps} GB/s a GPU",
+         RATES["ragged_all_to_all"].source),
         ("network", f"{r.network_gbps} GB/s a GPU", "assumed: 80 % of 400 Gb/s"),
         ("GPUs of a host", r.gpus_per_host, ""),
         ("headroom of `all_to_all`'s slots", HEADROOM, "`moe/_parallel/exchange.py`"),

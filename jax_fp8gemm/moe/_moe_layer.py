@@ -31,7 +31,7 @@ from jax_fp8gemm.moe._local_layer import local_layer
 from jax_fp8gemm.moe._mlp_specs import check_experts
 from jax_fp8gemm.moe._operands import Inputs, Operands
 from jax_fp8gemm.moe._options import OP, LayerOptions
-from jax_fp8gemm.moe._parallel.exchange import Name
+from jax_fp8gemm.moe._parallel.exchange import Name, NamePair
 from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.layer import expert_parallel, expert_parallel_on_mesh
 from jax_fp8gemm.moe._parallel.layout import axis_names, is_manual, lay_out
@@ -107,7 +107,7 @@ def moe_layer(
     recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
     expert_axis: AxisName | None = None,
-    exchange: Name | None = None,
+    exchange: Name | NamePair | None = None,
     parts: NumParts | None = 1,
     capacity_factor: float | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -137,7 +137,10 @@ def moe_layer(
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all" or
         "ragged_all_to_all" (docs/scaling.md). None takes the one that the sizes make fastest. All
         give the same bits, except that "all_to_all" may need further turns, which add in another
-        order. It goes with expert_axis only.
+        order. It goes with expert_axis only. With an expert_axis of two axes, (hosts, devices of a
+        host), it may be a pair of these, one for each axis: a token then goes once to each host
+        that needs it, and on from there. Results are added in each host first, which gives other
+        bits (docs/numerics.md).
       parts: into how many parts each device divides its tokens: 1, 2 or 4. While the experts
         compute one part, the tokens of the next one and the results of the one before travel, if
         XLA's latency-hiding scheduler is on (docs/sharding.md). None takes the number that the
@@ -196,7 +199,7 @@ def moe_layer(
 def _run(
     options: LayerOptions,
     expert_axis: AxisName | None,
-    exchange: Name | None,
+    exchange: Name | NamePair | None,
     mesh: Mesh | AbstractMesh | None,
     inputs: Inputs,
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -42,6 +43,20 @@ class Routing:
     def changes(self) -> dict[str, Any]:
         """Returns the arguments that are not the defaults."""
         return {f.name: got for f in fields(self) if (got := getattr(self, f.name)) != f.default}
+
+    def share_of_part(self, parts: int) -> float:
+        """Returns a bound of the share of tokens that need a given one of the experts' equal parts.
+
+        It is that of tokens with one of its groups among their topk_group, if all groups are as
+        likely; 1 where there are no groups, or a part has pieces of groups.
+        """
+        if self.n_group is None or self.topk_group is None:
+            return 1.0
+        if parts % self.n_group == 0:
+            return self.topk_group / self.n_group
+        groups, rest = divmod(self.n_group, parts)
+        choices = lambda number: math.comb(number, self.topk_group or 0)
+        return 1.0 if rest else 1 - choices(self.n_group - groups) / choices(self.n_group)
 
 
 def check_types(op: str, routing: Routing) -> None:

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import Recipe
-from jax_fp8gemm.moe._parallel.exchange import Name
+from jax_fp8gemm.moe._parallel.exchange import Name, NamePair
 from jax_fp8gemm.moe._parallel.exchange_kinds import AxisName
 from jax_fp8gemm.moe._parallel.parts import NumParts
 
@@ -19,7 +19,7 @@ class RunArguments(TypedDict, total=False):
     recipe: Recipe | str
     implementation: Implementation
     expert_axis: AxisName | None
-    exchange: Name | None
+    exchange: Name | NamePair | None
     parts: NumParts | None
     capacity_factor: float | None
     mesh: Mesh | AbstractMesh | None

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
 
+from jax_fp8gemm.moe._parallel import exchange as _exchange
 from jax_fp8gemm.moe._parallel.exchange import NAMES, choose_exchange, make_exchange
 
 SIZE, TOKENS, TOP_K, D = 4, 24, 2, 3
@@ -112,11 +113,18 @@ def test_sums_are_in_f32_and_in_the_order_of_the_devices():
             reference.assert_same_bits(out[sender, token, 0], expected)
 
 
-def test_choice_by_the_bytes_that_move():
+def test_choice_by_the_bytes_that_move_and_the_rates(monkeypatch):
     choose = lambda size, top_k: make_exchange(None, "x", size, 8192, top_k)
     assert type(choose(4, 8)) is type(make_exchange("all_gather", "x", 4, 8192, 8))
     wide = choose(32, 8)
     assert type(wide) is type(make_exchange("all_to_all", "x", 32, 8192, 8))
     # 1 - (31/32)^8 of the tokens, with headroom, in whole blocks of 128.
     assert wide.slots == 2176
-    assert choose_exchange(slots=8192, tokens=8192) == "all_gather"
+    choice = functools.partial(choose_exchange, slots=4096, tokens=8192, needed=2048.0)
+    assert choice() == "all_to_all" and choose_exchange(8192, 8192, 8000.0) == "all_gather"
+    measured = _exchange.RATES["all_to_all"].bytes_per_second
+    # Its rows are those of all_to_all without the headroom of an eighth.
+    faster = _exchange.Rate(measured * 0.9, "this test")
+    monkeypatch.setitem(_exchange.RATES, "ragged_all_to_all", faster)
+    assert choice() == "ragged_all_to_all"
+    assert type(make_exchange(None, "x", 32, 8192, 8)) is _exchange.RaggedAllToAll

@@ -89,5 +89,7 @@ def _exchange_seconds(
         there_by = "all_gather"
     elif isinstance(exchange, RaggedAllToAll):
         there_by = back_by = "ragged_all_to_all"
-    there = rows * (quantised + 8 * exchange.top_k) / RATES[there_by]
-    return there, rows * (quantised if fp8_combine else itemsize * d) / RATES[back_by]
+    there = rows * (quantised + 8 * exchange.top_k) / RATES[there_by].bytes_per_second
+    return there, rows * (quantised if fp8_combine else itemsize * d) / RATES[
+        back_by
+    ].bytes_per_second

@@ -6,8 +6,8 @@ a device at most once, however many of its experts live there.
 `send` takes an array with a row for each token (t, ...). It returns an array with a row for each
 received token, in the order of the senders, and for each sender in the order of its tokens.
 `give_back` goes the other way. It adds the results of a token in f32, in the order of the devices.
-So all exchanges give the same bits, except that AllToAll may need further turns: it then adds
-the sums of the turns.
+So all exchanges along an axis give the same bits, except that AllToAll may need further turns: it
+then adds the sums of the turns. Along a pair of axes see hierarchy.py.
 """
 
 from __future__ import annotations
@@ -144,8 +144,15 @@ class AllToAll(Exchange):
         return unpack(rows, *self._positions(plan, turn))
 
 
+@dataclass(frozen=True)
 class RaggedAllToAll(Exchange):
-    """Only those tokens travel that a device needs; it receives them in (p t, ...)."""
+    """Only those tokens travel that a device needs; it receives them in (p t, ...).
+
+    Attributes:
+      crosses_hosts: whether the devices of the axis are known to be in several hosts.
+    """
+
+    crosses_hosts: bool = False
 
     def plan(self, devices: jax.Array) -> Plan:
         slot, counts = assign_slots(devices, self.size)
@@ -167,7 +174,8 @@ class RaggedAllToAll(Exchange):
         return self.tokens * min(self.size, self.top_k)
 
     def _move(self, rows: jax.Array, out: jax.Array, how: tuple[jax.Array, ...]) -> jax.Array:
-        return ragged_all_to_all(rows, out, how, self.axis, num_updates(self.size))
+        updates = 1 if self.crosses_hosts else num_updates(self.size)
+        return ragged_all_to_all(rows, out, how, self.axis, updates)
 
     def send(
         self, plan: Plan, turn: TurnNumber, x: jax.Array, empty: int | None = None

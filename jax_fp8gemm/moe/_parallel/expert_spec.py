@@ -12,7 +12,12 @@ from jax_fp8gemm.moe._mlp_specs import Specs, check_num_experts, make_specs
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.choose_parts import choose_parts
-from jax_fp8gemm.moe._parallel.exchange import Name, make_exchange
+from jax_fp8gemm.moe._parallel.exchange import (
+    Name,
+    NamePair,
+    make_exchange,
+    make_hierarchy,
+)
 from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
 from jax_fp8gemm.moe._parallel.parts import sizes_of_parts
 
@@ -58,15 +63,16 @@ class ExpertSpec:
 
 def part_exchanges(
     options: LayerOptions,
-    name: Name | None,
+    name: Name | NamePair | None,
     axes: tuple[str, ...],
-    size: int,
+    sizes: tuple[int, ...],
     tokens: int,
     num_experts: int,
     x: jax.Array,
     w_down: Weights,
 ) -> list[Exchange]:
-    """Returns the exchange of each part of the `tokens` on each of the `size` devices of `axes`."""
+    """Returns the exchange of each part of the `tokens` on each device of `axes`."""
+    size = math.prod(sizes)
     capacity = options.capacity(tokens * options.top_k, num_experts)
     axis = axes[0] if len(axes) == 1 else axes
 
@@ -76,14 +82,19 @@ def part_exchanges(
         else:
             # JAX differentiates the exchange of an unquantised layer, which therefore has one turn.
             max_slots = None if options.recipe.is_fused else tokens
+        if isinstance(name, tuple):
+            host_share = options.routing.share_of_part(sizes[0])
+            both = (axes[0], axes[1]), (sizes[0], sizes[1])
+            return make_hierarchy(name, *both, tokens, options.top_k, max_slots, host_share)
         return make_exchange(name, axis, size, tokens, options.top_k, max_slots)
 
     whole, parts = exchange(tokens), options.parts
-    if parts is None and options.recipe.is_fused:
+    # The rates of choose_parts are those of one exchange: along a pair there is one part.
+    if parts is None and options.recipe.is_fused and not isinstance(name, tuple):
         extents = num_experts // size, x.shape[1], w_down.shape[1]
         parts = choose_parts(whole, *extents, x.dtype, options.recipe.fp8_combine)
-    sizes = sizes_of_parts(tokens, parts or 1)
-    return [whole] if len(sizes) == 1 else [exchange(tokens) for tokens in sizes]
+    of_parts = sizes_of_parts(tokens, parts or 1)
+    return [whole] if len(of_parts) == 1 else [exchange(tokens) for tokens in of_parts]
 
 
 def expert_spec(

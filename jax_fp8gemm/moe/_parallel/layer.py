@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._operands import Inputs, Operands, without_gradients
 from jax_fp8gemm.moe._options import OP, LayerOptions
-from jax_fp8gemm.moe._parallel.exchange import Name
+from jax_fp8gemm.moe._parallel.exchange import Name, NamePair
 from jax_fp8gemm.moe._parallel.expert_spec import expert_spec, part_exchanges
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
 from jax_fp8gemm.moe._parallel.mlp import expert_mlp
@@ -23,7 +24,7 @@ from jax_fp8gemm.moe._parallel.unquantised import unquantised_layer
 def expert_parallel(
     options: LayerOptions,
     axes: tuple[str, ...],
-    exchange_name: Name | None,
+    exchange_name: Name | NamePair | None,
     inputs: Inputs,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the layer on one device's tokens (t, d) and experts, in a shard_map over `axes`.
@@ -31,8 +32,8 @@ def expert_parallel(
     Returns the load of these tokens too.
     """
     x, router, w_gate_up, w_down, biases, bias = inputs
-    size = lax.axis_size(axes)
-    num_experts = size * w_gate_up.shape[0]
+    sizes = tuple(map(lax.axis_size, axes))
+    num_experts = math.prod(sizes) * w_gate_up.shape[0]
     indices, weights, load = options.choose(router, bias, num_experts)
     if x.size == 0:
         return jnp.zeros_like(x), load
@@ -41,7 +42,7 @@ def expert_parallel(
     me = lax.axis_index(axes)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
     operands, _ = match_varying(operands, me)
-    where = axes, size, x.shape[0], num_experts
+    where = axes, sizes, x.shape[0], num_experts
     exchanges = part_exchanges(options, exchange_name, *where, x, w_down)
     if not options.recipe.is_fused:
         return unquantised_layer(options, exchanges, operands), load
@@ -84,7 +85,7 @@ def _without_padding(layout: MeshLayout, out: jax.Array, x: jax.Array) -> jax.Ar
 def expert_parallel_on_mesh(
     options: LayerOptions,
     layout: MeshLayout,
-    exchange_name: Name | None,
+    exchange_name: Name | NamePair | None,
     inputs: Inputs,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the layer on the tokens (m, d) and the experts of all devices.
@@ -96,7 +97,7 @@ def expert_parallel_on_mesh(
 
 
 def _on_mesh(
-    options: LayerOptions, layout: MeshLayout, exchange_name: Name | None, inputs: Inputs
+    options: LayerOptions, layout: MeshLayout, exchange_name: Name | NamePair | None, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns expert_parallel_on_mesh of tokens that divide evenly."""
     axes = layout.expert_axes
@@ -122,8 +123,8 @@ def _on_mesh(
     if x.size == 0:
         return x, load
     tokens = x.shape[0] // layout.num_devices
-    size = layout.num_expert_devices
-    where = axes, size, tokens, num_experts
+    sizes = tuple(layout.mesh.shape[name] for name in axes)
+    where = axes, sizes, tokens, num_experts
     exchanges = part_exchanges(options, exchange_name, *where, x, w_down)
     spec = expert_spec(options, exchanges, num_experts, x, w_gate_up, w_down)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)

@@ -100,12 +100,31 @@ def axis_names(expert_axis: Any, exchange: Any) -> tuple[str, ...]:
         raise ValueError(
             f"{OP}: expert_axis must name each mesh axis once; got {checks.short_repr(expert_axis)}"
         )
-    if not isinstance(exchange, str | None) or exchange not in (None, *NAMES):
+    _check_exchange(exchange, names)
+    return names
+
+
+def _check_exchange(exchange: Any, names: tuple[str, ...]) -> None:
+    """Raises ValueError unless `exchange` names one, or a pair that goes with a pair of axes."""
+    is_name = lambda name: isinstance(name, str | None) and name in (None, *NAMES)
+    if not isinstance(exchange, tuple):
+        if not is_name(exchange):
+            raise ValueError(
+                f"{OP}: exchange must be None or of {', '.join(NAMES)}; "
+                f"got {checks.short_repr(exchange)}"
+            )
+        return
+    if len(exchange) != 2 or not all(map(is_name, exchange)):
         raise ValueError(
-            f"{OP}: exchange must be None or of {', '.join(NAMES)}; "
+            f"{OP}: a pair of exchanges must be two, each None or of {', '.join(NAMES)}; "
             f"got {checks.short_repr(exchange)}"
         )
-    return names
+    if len(names) != 2:
+        raise ValueError(
+            f"{OP}: a pair of exchanges must go with a pair of mesh axes, hosts and the devices of "
+            f"a host; got {checks.short_repr(exchange)}, expert_axis {', '.join(names)}. "
+            "Name one exchange, or two axes."
+        )
 
 
 def is_manual(names: tuple[str, ...]) -> bool:
