@@ -6,25 +6,29 @@ import re
 import socket
 import subprocess
 import sys
+import types
 
 import distributed_program
+import expert_hosts_program
+import jax
 import numpy as np
 import pytest
 import reference
 from xla_options import QUICK_FLAGS
 
-_PROGRAM = pathlib.Path(distributed_program.__file__)
-_DOCUMENT = _PROGRAM.parents[1] / "docs" / "multihost.md"
+_DOCUMENT = pathlib.Path(distributed_program.__file__).parents[1] / "docs" / "multihost.md"
 _SECONDS = 100  # until the processes are taken to be stuck
 
 
-def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
-    """What each process of the program saved."""
+def run_processes(
+    program: types.ModuleType, num_devices: int, folder: pathlib.Path
+) -> list[dict[str, np.ndarray]]:
+    """What each of two processes of the program saved, which has so many devices."""
+    num_processes = 2
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    # Two devices a process.
-    flags = " ".join(["--xla_force_host_platform_device_count=2", *QUICK_FLAGS])
+    flags = " ".join([f"--xla_force_host_platform_device_count={num_devices}", *QUICK_FLAGS])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     logs = [folder / f"{i}.log" for i in range(num_processes)]
     paths = [folder / f"{i}.npz" for i in range(num_processes)]
@@ -32,7 +36,7 @@ def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np
     try:
         for i, (path, log) in enumerate(zip(paths, logs, strict=True)):
             arguments = [coordinator, str(i), str(num_processes), str(path)]
-            command = [sys.executable, str(_PROGRAM), *arguments]
+            command = [sys.executable, str(program.__file__), *arguments]
             with log.open("w") as output:
                 processes.append(
                     subprocess.Popen(
@@ -50,11 +54,28 @@ def run_processes(num_processes: int, folder: pathlib.Path) -> list[dict[str, np
 
 def test_two_processes_train_as_one(tmp_path):
     expected, _ = distributed_program.train(**distributed_program.inputs())
-    for saved in run_processes(2, tmp_path):
+    for saved in run_processes(distributed_program, 2, tmp_path):
         # Weights are cut by both axes: they cross between the processes as FP8.
         moved = saved.pop("moved").tolist()
         assert any("all-gather f8e4m3fn" in text for text in moved), moved
         assert not any("all-gather f32[256,512]" in text for text in moved), moved
+        assert saved.keys() == expected.keys()
+        for name, x in expected.items():
+            assert np.any(saved[name]), name
+            reference.assert_same_bits(saved[name], x)
+
+
+def test_experts_on_two_processes_as_on_one(tmp_path):
+    """Which are hosts of four devices: the same bits, and FP8 goes once to a host."""
+    p = expert_hosts_program
+    expected, expected_moved = p.run(np.array(jax.devices()[: p.HOSTS * p.DEVICES]))
+    for saved in run_processes(p, p.DEVICES, tmp_path):
+        moved = saved.pop("moved").tolist()
+        assert moved == expected_moved
+        # Forward and backward: to each host at most all tokens of a device.
+        of_device = p.TOKENS // (p.HOSTS * p.DEVICES)
+        to_hosts = [text for text in moved if text.startswith("all-to-all f8e4m3fn")]
+        assert to_hosts == [f"all-to-all f8e4m3fn[{of_device},{p.D}]"] * 2
         assert saved.keys() == expected.keys()
         for name, x in expected.items():
             assert np.any(saved[name]), name
