@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.case import Case
 from benchmarks.compare import compare_files
-from benchmarks.families.all_cases import LAYERS_OF_KERNELS, MESH, cases_of
+from benchmarks.families.all_cases import LAYERS_OF_KERNELS, MESH, cases_of, exchange_rows
 from benchmarks.families.host import host_times
 from benchmarks.families.mesh import sample_steps, unusable_reason
 from benchmarks.options import check, make_parser, peers_of, shapes_of, table_name
@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cases(arguments: argparse.Namespace, shapes: Sequence) -> Sequence[Case]:
+    if arguments.exchange:
+        return exchange_rows(arguments.exchange, arguments.parts)
     cases = cases_of(arguments.family, shapes, arguments.parts)
     if arguments.tile:
         return list(with_tiles(cases, arguments.tile))

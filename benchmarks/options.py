@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import peers
 from benchmarks.families.all_cases import FAMILIES, LAYERS_OF_KERNELS, MESH, TILED
+from benchmarks.families.exchanges import parse_mode
 from benchmarks.families.expert_parallel import PARTS
 from benchmarks.problem import Shape, parse_shape
 from benchmarks.provenance import ROOT, source_commit
@@ -30,6 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--random", type=int, default=100, metavar="N", help="how many rows --rows random draws")
     tile = "tile config to force, as the table prints it, or 'all'; may be repeated"
     add("--tile", action="append", default=[], help=tile)
+    exchange = "of expert-parallel, also alone: all, NAME, ragged_all_to_all/UPDATES, OUTER+INNER"
+    add("--exchange", action="extend", nargs="+", default=[], help=exchange)
     add("--regret", action="store_true", help="time every tile config beside the chosen one")
     parts = "of expert-parallel: into how many parts a GPU divides its tokens; may be several"
     add("--parts", nargs="+", choices=PARTS, default=["1"], help=parts)
@@ -55,6 +58,7 @@ def table_name(arguments: argparse.Namespace) -> str:
     if arguments.rows in ("held-out", "random", "curve", "short"):
         parts.append(arguments.rows.replace("-", "_"))
     parts += ["regret"] if arguments.regret else []
+    parts += ["exchanges"] if arguments.exchange else []
     parts += ["sustained"] if arguments.sustained else []
     parts += ["read_flush"] if arguments.flush == "read" else []
     return "_".join(parts)
@@ -93,6 +97,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"bench: --tile is for {', '.join(TILED)}; got {arguments.family}")
     if arguments.parts != ["1"] and arguments.family != "expert-parallel":
         raise ValueError(f"bench: --parts is for expert-parallel; got {arguments.family}")
+    if arguments.exchange and arguments.family != "expert-parallel":
+        raise ValueError(f"bench: --exchange is for expert-parallel; got {arguments.family}")
+    for text in arguments.exchange:
+        if text != "all":
+            parse_mode(text)
     for text in arguments.tile:
         if text != "all":
             parse_tile(text)

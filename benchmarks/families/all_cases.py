@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from benchmarks.case import Case
-from benchmarks.families import expert_parallel, fsdp, mlp, moe, step
+from benchmarks.families import exchanges, expert_parallel, fsdp, mlp, moe, step
 from benchmarks.families.activation import activation_cases
 from benchmarks.families.grouped import grouped_cases
+from benchmarks.families.mesh import local_mesh
 from benchmarks.families.products import cases
 from benchmarks.families.square_wgrad import square_wgrad_cases
 from benchmarks.problem import GroupedShape, Shape
@@ -16,6 +17,14 @@ TILED = ("dense", "wgrad", *GROUPED, *SQUARE_WGRAD)
 LAYERS_OF_KERNELS = ("matmul", "moe", "step")  # many kernels a call, all of which count
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
+
+
+def exchange_rows(texts: Sequence[str], parts: Sequence[str]) -> Sequence[Case]:
+    """The cases of `expert-parallel --exchange`: each exchange alone, and in the layer."""
+    modes = exchanges.modes_of(texts, local_mesh().size)
+    mixture = expert_parallel.DEEPSEEK_V3
+    alone = expert_parallel.exchange_cases(mixture, modes)
+    return [*alone, *expert_parallel.expert_parallel_cases(mixture, parts, modes)]
 
 
 def cases_of(

@@ -14,6 +14,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.case import Build, Case
+from benchmarks.families.exchanges import (
+    Mode,
+    exchange_call,
+    make,
+    parse_mode,
+    received_rows,
+    row_bytes,
+)
 from benchmarks.families.mesh import AXIS, local_mesh, step_call
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
@@ -50,8 +58,12 @@ class Mixture:
 DEEPSEEK_V3 = Mixture("deepseek_v3", experts=16, tokens=8192, top_k=8, hidden=7168, inter=2048)
 
 
-def expert_parallel_cases(mixture: Mixture, parts: Sequence[str] = ("1",)) -> list[Case]:
-    """Our layer by each exchange beside one GPU alone, and once in bf16. Figures are of one GPU.
+def expert_parallel_cases(
+    mixture: Mixture,
+    parts: Sequence[str] = ("1",),
+    modes: Sequence[Mode] = tuple(map(parse_mode, NAMES)),
+) -> list[Case]:
+    """Our layer in each mode beside one GPU alone, and once in bf16. Figures are of one GPU.
 
     parts: keys of PARTS, with each of which the layer is measured.
     """
@@ -59,40 +71,70 @@ def expert_parallel_cases(mixture: Mixture, parts: Sequence[str] = ("1",)) -> li
     # Read once: x, dout, both weights. Written once: the result, dx, both gradients. All but
     # logits, a thousandth of that.
     num_bytes = 2 * (4 * m.tokens * m.hidden + 6 * m.experts * m.hidden * m.inter)
-    call = functools.partial(expert_parallel_call, mixture, mesh, expert_axis=AXIS)
     # Compiled once for all rows.
     one_gpu = functools.cache(lambda: expert_parallel_call(mixture, _first_of(mesh)))
 
-    def case(exchange: str, num_parts: str) -> Case:
+    def case(mode: Mode, num_parts: str) -> Case:
+        def build() -> Call:
+            with mode.applied():
+                how = dict(parts=PARTS[num_parts]) | mode.options()
+                return expert_parallel_call(mixture, mode.mesh(mesh), **how)
+
         peers: dict[str, Build] = {"one_gpu": one_gpu}
-        if exchange == "all_gather" and num_parts == parts[0]:
+        if mode.text == "all_gather" and num_parts == parts[0]:
             peers["lax_ragged_dot"] = functools.partial(
-                call,
-                exchange=exchange,
+                expert_parallel_call,
+                mixture,
+                mesh,
+                **mode.options(),
                 recipe=BF16,
                 capacity_factor=_LAX_CAPACITY,
                 max_repeat=_LAX_REPEAT,
             )
-        return Case(
-            labels=dict(
-                name=m.name,
-                gpus=mesh.size,
-                experts=m.experts,
-                tokens=m.tokens,
-                top_k=m.top_k,
-                hidden=m.hidden,
-                inter=m.inter,
-                mode=exchange,
-                parts=PARTS[num_parts] or num_parts,
-            ),
-            shape=Shape(m.tokens, m.inter, m.hidden),
-            work=Work(m.flop, num_bytes),
-            config="",
-            build=functools.partial(call, exchange=exchange, parts=PARTS[num_parts]),
-            peers=peers,
-        )
+        how = Work(m.flop, num_bytes), build, peers, PARTS[num_parts] or num_parts
+        return _case(mixture, m.name, mode, mesh, *how)
 
-    return [case(exchange, num_parts) for exchange in NAMES for num_parts in parts]
+    return [case(mode, num_parts) for mode in modes for num_parts in parts]
+
+
+def exchange_cases(mixture: Mixture, modes: Sequence[Mode]) -> list[Case]:
+    """The exchange of a forward pass alone. The bytes are what one GPU gets from others."""
+    m, mesh = mixture, local_mesh()
+
+    def case(mode: Mode) -> Case:
+        exchange = make(mode, mode.mesh(mesh).devices.shape, m.tokens, m.top_k)
+        num_bytes = round(received_rows(exchange) * row_bytes(m.hidden, m.top_k))
+        sizes = m.tokens, m.top_k, m.hidden, m.experts
+        build = functools.partial(exchange_call, mesh, mode, *sizes)
+        return _case(mixture, f"{m.name}_exchange", mode, mesh, Work(0, num_bytes), build, {})
+
+    return [case(mode) for mode in modes]
+
+
+def _case(
+    mixture: Mixture,
+    name: str,
+    mode: Mode,
+    mesh: Mesh,
+    work: Work,
+    build: Build,
+    peers: dict[str, Build],
+    parts: int | str | None = None,
+) -> Case:
+    m = mixture
+    labels = dict(
+        name=name,
+        gpus=mesh.size,
+        experts=m.experts,
+        tokens=m.tokens,
+        top_k=m.top_k,
+        hidden=m.hidden,
+        inter=m.inter,
+        mode=mode.text,
+        **({} if parts is None else {"parts": parts}),
+    )
+    shape = Shape(m.tokens, m.inter, m.hidden)
+    return Case(labels, shape, work, config="", build=build, peers=peers)
 
 
 def expert_parallel_call(
@@ -146,4 +188,4 @@ def _operands(mixture: Mixture, mesh: Mesh) -> tuple[jax.Array, ...]:
             for i, (shape, dtype, scale) in enumerate(arrays)
         )
 
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXIS)))()
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P(mesh.axis_names)))()

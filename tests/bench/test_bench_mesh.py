@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from jax.sharding import AxisType
 
 import benchmarks
 import jax_fp8gemm
 from benchmarks import cli
-from benchmarks.families import expert_parallel, fsdp, hlo_text, mesh
+from benchmarks.families import all_cases, exchanges, expert_parallel, fsdp, hlo_text, mesh
 from benchmarks.timing import timer
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.rounds import Rounds, Timing, measure_rounds
 from jax_fp8gemm._runtime import extension
+from jax_fp8gemm.moe._parallel import ragged_all_to_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -223,6 +225,62 @@ def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path
     printed, of = capsys.readouterr().out, "deepseek_v3 (tokens=8192, mode=all_gather, parts=2)"
     assert f"moved by {of}, GB: ours [all-gather f32 0.010], one_gpu " in printed
     assert f"beside collectives of {of}, products: ours [all-gather 0 2], one_gpu " in printed
+
+
+def test_exchanges_by_name():
+    modes = exchanges.modes_of(["all"], 4)
+    assert [mode.text for mode in modes] == list(exchanges.ALL)
+    assert not any("+" in mode.text for mode in exchanges.modes_of(["all"], 2))
+    (ragged,) = exchanges.modes_of(["ragged_all_to_all/8"], 2)
+    assert ragged_all_to_all.num_updates(4) == ragged_all_to_all.UPDATES
+    with ragged.applied():
+        assert ragged_all_to_all.num_updates(4) == 8
+    pair = exchanges.parse_mode("all_to_all+ragged_all_to_all")
+    assert pair.options() == dict(
+        expert_axis=("hosts", mesh.AXIS), exchange=("all_to_all", "ragged_all_to_all")
+    )
+    with raises(ValueError, "bench: --exchange must be all, or of .*; got 'ring'"):
+        exchanges.parse_mode("ring")
+    for text in ("all_gather/8", "all_gather+all_gather+all_gather", "ragged_all_to_all/0"):
+        with raises(ValueError, "bench: "):
+            exchanges.parse_mode(text)
+
+
+def test_rows_that_an_exchange_receives():
+    """Of 8192 tokens with 8 choices on each of 8 devices."""
+    received = lambda text, *sizes: exchanges.received_rows(
+        exchanges.make(exchanges.parse_mode(text), sizes, 8192, 8)
+    )
+    share = 1 - (7 / 8) ** 8
+    assert received("all_gather", 8) == 7 * 8192
+    assert received("all_to_all", 8) == 7 * 6144  # 1.125 shares, in whole blocks
+    assert received("ragged_all_to_all", 8) == pytest.approx(7 * 8192 * share)
+    of_hosts = 8192 * (1 - 0.5**8)
+    passed_on = 3 * 2 * 8192 * share
+    both = "ragged_all_to_all+ragged_all_to_all"
+    assert received(both, 2, 4) == pytest.approx(of_hosts + passed_on)
+
+
+def test_command_line_measures_exchanges_alone_and_in_the_layer(monkeypatch, tmp_path):
+    if jax.device_count() < 4:
+        # conftest makes eight CPU devices: only on a machine of fewer GPUs.
+        pytest.skip("needs four devices")
+    on = jax.make_mesh((4,), (mesh.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    for module in (mesh, expert_parallel, all_cases):
+        monkeypatch.setattr(module, "local_mesh", lambda: on)
+    monkeypatch.setattr(mesh, "_OPTIONS", {"xla_backend_optimization_level": 0})
+    monkeypatch.setattr(expert_parallel, "DEEPSEEK_V3", MIXTURE)
+    file = tmp_path / "exchanges.json"
+    modes = ["ragged_all_to_all/8", "all_to_all+all_gather"]
+    arguments = ["--exchange", *modes, "--no-peers", "--dry-run", "--json", str(file)]
+    assert benchmarks.main(["expert-parallel", *arguments]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["mode"] for row in rows] == modes * 2
+    assert [row["name"] for row in rows] == ["tiny_exchange"] * 2 + ["tiny"] * 2
+    # Once each way; the bytes of the pair along both axes.
+    moved = rows[1]["moved_bytes"]
+    assert moved[f"all-to-all {FP8[0]}"] == 2 * 64 * 128 * FP8[1]
+    assert moved[f"all-gather {FP8[0]}"] == 2 * 2 * 64 * 128 * FP8[1]
 
 
 @pytest.mark.parametrize("family", ["fsdp", "expert-parallel"])
