@@ -7,12 +7,12 @@ says what follows from it, in tables that tables.py writes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from jax_fp8gemm.moe._parallel.exchange import HEADROOM, RATES, Name
+from jax_fp8gemm.moe._parallel.exchange import RATES
 
 Number = int | float
+_GBPS = {name: rate.bytes_per_second / 1e9 for name, rate in RATES.items()}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class Axis:
 
     size: int
     local: int
+
+    @property
+    def elsewhere(self) -> float:
+        """The share of a device's peers that are in other hosts."""
+        return (self.size - self.local) / max(self.size - 1, 1)
 
     def gather_seconds(self, num_bytes: Number, rates: Rates) -> float:
         """Of an all_gather into, or a reduce_scatter out of, num_bytes on each device.
@@ -120,67 +125,6 @@ class Model:
         """Of one token: scores and values of half a sequence (causal), forward and backward."""
         forward = self.num_heads * sequence * (self.nope_dim + self.rope_dim + self.v_dim)
         return 3.0 * self.num_layers * forward
-
-
-# The exchange of tokens
-
-
-def token_bytes(hidden: int, top_k: int, is_fp8: bool) -> int:
-    """A token as it is dispatched: values, scales, and of each choice an index and a weight."""
-    values = hidden + 4 * -(-hidden // 128) if is_fp8 else 2 * hidden
-    return values + 8 * top_k
-
-
-def copies(strategy: Name, p: int, top_k: int, headroom: Number) -> float:
-    """How many peers a token is sent to, of the p - 1 others of the expert axis.
-
-    headroom: of all_to_all, whose slots have a fixed size.
-    """
-    fraction = 1 - (1 - 1 / p) ** top_k  # of devices that hold one of its experts
-    share = {"all_gather": 1.0, "all_to_all": min(1.0, headroom * fraction)}
-    return (p - 1) * share.get(strategy, fraction)
-
-
-def crossover(top_k: int, headroom: Number) -> int:
-    """The largest expert axis on which all_gather moves no more than all_to_all."""
-    moves_all = lambda p: copies("all_to_all", p, top_k, headroom) >= p - 1
-    # From p > top_k * headroom on, headroom * fraction < headroom * top_k / p < 1.
-    return max(p for p in range(1, 1 + math.ceil(top_k * headroom)) if moves_all(p))
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Into one device, over both passes: x and dout are dispatched, results and dx come back."""
-
-    dispatch_bytes: float
-    return_bytes: float
-    seconds: float
-
-
-def exchange(
-    strategy: Name,
-    axis: Axis,
-    hidden: int,
-    top_k: int,
-    tokens: int,
-    rates: Rates,
-    *,
-    is_fp8: bool = True,
-    headroom: Number = HEADROOM,
-) -> Exchange:
-    sent = tokens * copies(strategy, axis.size, top_k, headroom)
-    x = token_bytes(hidden, top_k, is_fp8)
-    dispatch = sent * (x + x - 8 * top_k)
-    returned = sent * 2 * (2 * hidden)
-    is_ragged = strategy == "ragged_all_to_all"
-    local_gbps = rates.ragged_all_to_all_gbps if is_ragged else rates.all_to_all_gbps
-    seconds = axis.exchange_seconds(returned, local_gbps, rates)
-    if strategy == "all_gather":
-        whole = axis.size / max(axis.size - 1, 1)  # a gather counts a device's own part too
-        seconds += axis.gather_seconds(dispatch * whole, rates)
-    else:
-        seconds += axis.exchange_seconds(dispatch, local_gbps, rates)
-    return Exchange(dispatch, returned, seconds)
 
 
 def expert_seconds(flop: Number, weights: Number, rates: Rates) -> float:

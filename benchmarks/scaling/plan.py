@@ -6,17 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from benchmarks.scaling.model import (
-    Axis,
-    Exchange,
-    Model,
-    Number,
-    Rates,
-    exchange,
-    expert_seconds,
-    fsdp_bytes,
-)
+from benchmarks.scaling.exchanges import Exchange, exchange
+from benchmarks.scaling.hierarchy import pair_exchange
+from benchmarks.scaling.model import Axis, Model, Number, Rates, expert_seconds, fsdp_bytes
 from jax_fp8gemm.moe._parallel.exchange import HEADROOM
 
 # Of a weight: master, two moments and the gradient in f32; all but the master in bf16.
@@ -68,6 +62,8 @@ class Work:
       tokens: of one micro-batch, on each device.
       is_fp8: what tokens and weights travel as. Products are in FP8 (the head's in bf16) anyway.
       grad_bytes: of a gradient as it is summed over the mesh.
+      has_pair: whether tokens may travel along hosts and their devices, once to each host.
+      max_hosts: the most hosts that a token needs; None without such a limit.
     """
 
     tokens: int
@@ -77,6 +73,8 @@ class Work:
     sequence: int = 4096
     headroom: Number = HEADROOM
     grad_bytes: int = 4
+    has_pair: bool = False
+    max_hosts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,18 +148,22 @@ def _compute(layout: Layout, work: Work) -> tuple[Number, float]:
 
 
 def _exchange(layout: Layout, work: Work) -> Exchange:
-    """Of all layers, by the faster of the two strategies."""
+    """Of all layers, by the fastest of the strategies."""
     axis, model = layout.expert_axis(work.rates.gpus_per_host), work.model
     sizes = model.hidden, model.top_k, work.tokens, work.rates
-    run = partial(exchange, is_fp8=work.is_fp8, headroom=work.headroom)
-    both = run("all_gather", axis, *sizes), run("all_to_all", axis, *sizes)
-    one = min(both, key=lambda moved: moved.seconds)
+    how: dict[str, Any] = dict(is_fp8=work.is_fp8, headroom=work.headroom)
+    run = partial(exchange, **how)
+    moves = [run("all_gather", axis, *sizes), run("all_to_all", axis, *sizes)]
+    if work.has_pair and 1 < axis.local < axis.size:
+        moves.append(pair_exchange(axis, *sizes, **how, max_hosts=work.max_hosts))
+    one = min(moves, key=lambda moved: moved.seconds)
     n = model.num_moe_layers
     return replace(
         one,
         dispatch_bytes=n * one.dispatch_bytes,
         return_bytes=n * one.return_bytes,
         seconds=n * one.seconds,
+        network_bytes=n * one.network_bytes,
     )
 
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.scaling.model import (
-    Axis,
-    Model,
-    Number,
-    Rates,
-    exchange,
-    expert_seconds,
-    fsdp_bytes,
-)
+from benchmarks.scaling.exchanges import exchange
+from benchmarks.scaling.model import Axis, Model, Number, Rates, expert_seconds, fsdp_bytes
 from jax_fp8gemm.moe._parallel import choose_parts
 from jax_fp8gemm.moe._parallel.exchange import HEADROOM, Name
 

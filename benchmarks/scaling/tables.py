@@ -8,13 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from benchmarks.scaling.model import (
-    Axis,
-    Model,
-    Rates,
-    crossover,
-    exchange,
-)
+from benchmarks.scaling.exchanges import crossover, exchange
+from benchmarks.scaling.hierarchy_tables import hosts_table, pairs_table
+from benchmarks.scaling.model import Axis, Model, Rates
 from benchmarks.scaling.plan import STATE_BYTES, Plan, Work, best_plan
 from benchmarks.scaling.predict import layer_seconds_in_parts
 from jax_fp8gemm.moe._parallel.exchange import HEADROOM, NAMES, RATES, Name
@@ -31,10 +27,12 @@ def fill(text: str) -> str:
         model=_model,
         rates=_rates,
         exchange=_exchange,
+        hosts=lambda: _table(*hosts_table(_TOKENS)),
         parts=_parts,
         hidden=_hidden,
         plan=_plan,
         change=_change,
+        pairs=lambda: _table(*pairs_table(_TOKENS, _DEVICES)),
     )
 
     def table(match: re.Match[str]) -> str:

@@ -1,21 +1,14 @@
 """The model behind docs/scaling.md against sums by hand and the recorded measurements."""
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 
-from benchmarks.scaling.model import (
-    Axis,
-    Model,
-    Rates,
-    copies,
-    crossover,
-    exchange,
-    expert_seconds,
-    fsdp_bytes,
-    token_bytes,
-)
+from benchmarks.scaling.exchanges import copies, crossover, exchange, token_bytes
+from benchmarks.scaling.hierarchy import host_share, pair_exchange
+from benchmarks.scaling.model import Axis, Model, Rates, expert_seconds, fsdp_bytes
 from benchmarks.scaling.plan import Layout, Work, best_plan, layouts, plan
 from benchmarks.scaling.predict import layer_seconds_in_parts, predict_ep_layer, predict_fsdp_mlps
 from benchmarks.scaling.tables import fill
@@ -159,6 +152,52 @@ def test_the_faster_exchange_in_one_host_is_that_of_the_layer(p):
     assert choose_exchange(slots, 8192, needed) == min(NAMES, key=seconds)
 
 
+def test_exchange_along_hosts_and_their_devices():
+    """8192 tokens on each of 64 devices, 8 in a host, of which a token needs at most 4."""
+    assert host_share(8, 8, None) == pytest.approx(1 - (7 / 8) ** 8)
+    assert host_share(8, 8, 4) == 0.5 and host_share(2, 8, 4) == 1 - 0.5**8
+    found = pair_exchange(Axis(64, 8), 7168, 8, 8192, RATES, max_hosts=4)
+    there, back = 2 * (7168 + 224) + 64, 2 * 14336  # x with its choices, dout; results, dx
+    crossing = 7 * 8192 * 0.5 * 1.125
+    network = crossing * (there + 32 + back)  # and the devices of eight choices
+    assert found.network_bytes == pytest.approx(network)
+    passed_on = 7 * 8 * 8192 * (1 - (63 / 64) ** 8) * 1.125
+    assert found.dispatch_bytes == pytest.approx(crossing * (there + 32) + passed_on * there)
+    assert found.return_bytes == pytest.approx((crossing + passed_on) * back)
+    seconds = network / 40e9 + passed_on * (there + back) / 270e9
+    assert found.seconds == pytest.approx(seconds)
+    # In a host of two, whose devices nearly all tokens need, they are gathered.
+    two = pair_exchange(Axis(4, 2), 7168, 8, 8192, RATES)
+    rows = 2 * 8192
+    assert two.dispatch_bytes == pytest.approx(8192 * (there + 32) + rows * there)
+    in_host = rows * (there / 281e9 + back / 270e9)
+    assert two.seconds == pytest.approx(8192 * (there + 32 + back) / 40e9 + in_host)
+
+
+def test_bytes_that_cross_hosts_along_one_axis():
+    slots = exchange("all_to_all", Axis(16, 8), 7168, 8, 8192, RATES)
+    whole = slots.dispatch_bytes + slots.return_bytes
+    assert slots.network_bytes == pytest.approx(whole * 8 / 15)
+    assert exchange("all_to_all", Axis(8, 8), 7168, 8, 8192, RATES).network_bytes == 0
+    gathered = exchange("all_gather", Axis(16, 8), 7168, 8, 8192, RATES)
+    # A gathered token enters a host once, for all of its eight devices.
+    back = 8 * 8192 * 2 * 14336
+    assert gathered.network_bytes == pytest.approx(8192 * (2 * 7392 + 64) + back)
+
+
+@pytest.mark.parametrize("max_hosts", [None, 4])
+def test_a_plan_takes_the_pair_where_it_is_faster(max_hosts):
+    layout, work = Layout(1, 64, 1), Work(8192)
+    one_axis = plan(layout, work)
+    pair = plan(layout, dataclasses.replace(work, has_pair=True, max_hosts=max_hosts))
+    one = pair_exchange(Axis(64, 8), 7168, 8, 8192, RATES, max_hosts=max_hosts)
+    assert pair.exchange.seconds == pytest.approx(58 * one.seconds)
+    assert pair.exchange.seconds < one_axis.exchange.seconds
+    assert pair.exchange.network_bytes == pytest.approx(58 * one.network_bytes)
+    in_a_host = Layout(8, 8, 1)
+    assert plan(in_a_host, dataclasses.replace(work, has_pair=True)) == plan(in_a_host, work)
+
+
 def test_fully_sharded_mlps():
     sizes = dict(hidden=8192, inter=28672, rates=RATES)
     weights = 4 * 3 * 8192 * 28672
@@ -220,8 +259,38 @@ def test_best_plan_is_the_fastest():
 
 
 @in_checkout
+def test_the_figures_of_pairs_in_the_text_are_those_of_the_model():
+    text = " ".join((_ROOT / "docs" / "scaling.md").read_text().split())
+    sizes = 7168, 8, 8192, RATES
+
+    def saved(hosts, max_hosts):
+        axis = Axis(8 * hosts, 8)
+        pair = pair_exchange(axis, *sizes, max_hosts=max_hosts)
+        one_axis = exchange("all_to_all", axis, *sizes)
+        return f"{1 - pair.network_bytes / one_axis.network_bytes:.0%}".replace("%", " %")
+
+    assert f"saves {saved(2, None)} with 2 hosts and {saved(8, None)} with 8." in text
+    assert f"saves {saved(8, 4)} with 8 hosts and {saved(32, 4)} with 32." in text
+    last = exchange("all_to_all", Axis(256, 8), *sizes).seconds
+    assert last < pair_exchange(Axis(256, 8), *sizes).seconds
+    work, layout = Work(8192), Layout(1, 64, 1)
+    pair, limited = (
+        dataclasses.replace(work, has_pair=True, max_hosts=limit) for limit in (None, 4)
+    )
+    one, two = (plan(layout, how).exchange.seconds for how in (work, limited))
+    assert f"wait {one:.1f} s for tokens" in text
+    assert f"and {two:.1f} s along a pair of axes if" in text
+    seconds = lambda gpus, how: best_plan(gpus, how, tensor=1).seconds
+    gained = lambda gpus, how: round(100 * (seconds(gpus, work) / seconds(gpus, how) - 1))
+    limits = [gained(gpus, limited) for gpus in (64, 128, 256, 512, 1024, 2048)]
+    assert f"a step is {min(limits)} to {max(limits)} % faster" in text
+    assert f"Without that limit {gained(64, pair)} % on 64 GPUs" in text
+    assert gained(2048, pair) == 0
+
+
+@in_checkout
 def test_the_tables_of_the_document_are_those_of_the_model():
     text = (_ROOT / "docs" / "scaling.md").read_text()
-    assert text.count("<!-- end -->") == 7
+    assert text.count("<!-- end -->") == 9
     # python -m benchmarks.scaling.tables docs/scaling.md
     assert fill(text) == text
