@@ -37,6 +37,10 @@ class Recipe:
       fp8_combine: whether an expert-parallel layer sends results and the gradient of x back as FP8
         with 1x128 scales. Otherwise they travel in the dtype of x, as in DeepSeek-V3 (report,
         section 3.3.3).
+      batch_invariant: whether what XLA computes beside the kernels has specified bits too, as the
+        kernels have: the router and the sums of a layer on one device, and products without FP8,
+        which then run in integers. No other row, nor the program around, changes a bit of a row
+        (docs/numerics.md).
     Raises:
       ValueError: a field outside the values above, fp8_combine where nothing travels as FP8, or
         square blocks of lhs where no gradient of rhs is computed from FP8.
@@ -51,6 +55,7 @@ class Recipe:
     wgrad_lhs_block: tuple[int, int] = (1, 128)
     reduce_dtype: Literal["f32", "bf16"] = "f32"
     fp8_combine: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -63,6 +68,7 @@ class Recipe:
             "wgrad_lhs_block": ((1, 128), (128, 128)),
             "reduce_dtype": ("f32", "bf16"),
             "fp8_combine": (False, True),
+            "batch_invariant": (False, True),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

@@ -51,7 +51,9 @@ class LayerOptions:
         if isinstance(router, tuple):
             indices, weights = router
         elif router.shape[1] == num_experts:
-            indices, weights = choose_experts(OP, self.top_k, self.routing, router, bias)
+            indices, weights = choose_experts(
+                OP, self.top_k, self.routing, router, bias, self.recipe.batch_invariant
+            )
         else:
             raise ValueError(
                 f"{OP}: router must have one logit for each of the {num_experts} experts of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import arrays, checks, formats
+from jax_fp8gemm._ops.kept_rounding import add_flushed, exact_f32
+from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._choices import count_choices
-from jax_fp8gemm.moe._routing import RouteArguments, Routing, as_top_k, check_bias, check_types, fit
-from jax_fp8gemm.moe._scoring import Scoring, normalized_scores, scores
+from jax_fp8gemm.moe._routing import RouteOptions, Routing, as_top_k, check_bias, check_types, fit
+from jax_fp8gemm.moe._scoring import Scoring
+from jax_fp8gemm.moe._weights import check_num_scores, score_all, weights_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
@@ -20,13 +24,13 @@ if TYPE_CHECKING:
 
 @overload
 def route(
-    logits: Array, top_k: int, *, return_load: Literal[False] = ..., **how: Unpack[RouteArguments]
+    logits: Array, top_k: int, *, return_load: Literal[False] = ..., **how: Unpack[RouteOptions]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def route(
-    logits: Array, top_k: int, *, return_load: Literal[True], **how: Unpack[RouteArguments]
+    logits: Array, top_k: int, *, return_load: Literal[True], **how: Unpack[RouteOptions]
 ) -> tuple[Array, Array, Array]: ...
 
 
@@ -40,6 +44,7 @@ def route(
     n_group: int | None = None,
     topk_group: int | None = None,
     scale: float = 1.0,
+    batch_invariant: bool = False,
     return_load: bool = False,
 ) -> (
     tuple[Int32[Array, "*batch top_k"], Float32[Array, "*batch top_k"]]
@@ -68,6 +73,10 @@ def route(
         with their bias; of equal groups the first is better. (DeepSeek-V3's code, inference/
         model.py.)
       scale: a number above 0, by which all weights are multiplied.
+      batch_invariant: whether the choices and the weights of a token, and their gradients, have
+        bits that depend on its logits alone: not on the other tokens, on the program around, or on
+        the machine (docs/numerics.md). It costs a few hundred integer operations for each score.
+        Weights below 2^-126 are 0. They are then differentiable once, in reverse mode.
       return_load: whether to return the load too.
     Returns:
       indices (..., top_k) int32, the best choice first, and weights (..., top_k) f32, the scores of
@@ -77,6 +86,7 @@ def route(
       TypeError: a dtype or the kind of an argument.
       ValueError: rank, top_k, scoring, the shape of
       bias, scale, and groups that do not divide the experts or hold too few of them.
+      NotImplementedError: batch_invariant with more than 32768 experts, or another derivative.
     """
     op = "route"
     logits = arrays.as_array(logits)
@@ -85,51 +95,62 @@ def route(
     checks.check_min_ndim(op, "logits", logits, 1, "(..., num_experts)")
     routing = Routing(scoring, normalize, n_group, topk_group, scale)
     checks.check_static(op, top_k=top_k)
-    checks.check_bool(op, return_load=return_load)
+    checks.check_bool(op, return_load=return_load, batch_invariant=batch_invariant)
     check_types(op, routing)
     top_k = as_top_k(op, top_k, logits)
     routing = fit(op, routing, top_k, logits)
     bias = check_bias(op, bias, logits.shape[-1])
-    indices, weights = choose_experts(op, top_k, routing, logits, bias)
+    indices, weights = choose_experts(op, top_k, routing, logits, bias, batch_invariant)
     if not return_load:
         return indices, weights
     return indices, weights, count_choices(indices, logits.shape[-1])
 
 
 def choose_experts(
-    op: str, top_k: int, routing: Routing, logits: jax.Array, bias: jax.Array | None
+    op: str,
+    top_k: int,
+    routing: Routing,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the indices and the weights of route, for arguments that are checked."""
-    logits = replicate(op, jnp.asarray(logits)).astype(jnp.float32)
+    logits = replicate(op, jnp.asarray(logits))
     if bias is not None:
         bias = replicate(op, jnp.asarray(bias)).astype(jnp.float32)
-    ranks = _ranks(routing, lax.stop_gradient(logits), lax.stop_gradient(bias))
-    _, indices = lax.top_k(ranks, top_k)
+    if batch_invariant:
+        check_num_scores(op, logits)
+        logits = exact_f32(logits)
+    logits = logits.astype(jnp.float32)
+    stopped = lax.stop_gradient(logits), lax.stop_gradient(bias)
+    _, indices = lax.top_k(_ranks(routing, *stopped, batch_invariant), top_k)
     # The transpose of a gather would be a scatter-add.
     experts = lax.broadcasted_iota(indices.dtype, (*indices.shape, logits.shape[-1]), indices.ndim)
     is_chosen = indices[..., None] == experts
-    chosen = jnp.sum(jnp.where(is_chosen, logits[..., None, :], 0), axis=-1)
-    if routing.normalize:
-        weights = normalized_scores(chosen, routing.scoring)
-    else:
-        weights = scores(chosen, routing.scoring, among=logits)
-    return indices, weights if routing.scale == 1 else weights * routing.scale
+    choose = lambda x: jnp.sum(jnp.where(is_chosen, x[..., None, :], 0), axis=-1)
+    weigh = partial(weights_of, routing, choose, batch_invariant=batch_invariant)
+    return indices, reverse_mode(op, weigh, logits) if batch_invariant else weigh(logits)
 
 
-def _ranks(routing: Routing, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _ranks(
+    routing: Routing, logits: jax.Array, bias: jax.Array | None, batch_invariant: bool
+) -> jax.Array:
     """Returns numbers (..., num_experts) that are largest for the experts to choose."""
+    score = partial(score_all, scoring=routing.scoring, batch_invariant=batch_invariant)
+    add = add_flushed if batch_invariant else jnp.add
     # Without a bias the logits themselves: scores may be equal in f32 where logits are not.
     ranks = biased = logits
     if bias is not None:
-        ranks = biased = scores(logits, routing.scoring) + bias.reshape(_last(logits))
+        ranks = biased = add(score(logits), bias.reshape(_last(logits)))
     n_group = routing.n_group
     if n_group is None or n_group == 1 or routing.topk_group is None:
         return _without_negative_zeros(ranks)
     if bias is None:
-        biased = scores(logits, routing.scoring)
+        biased = score(logits)
     groups = lambda x: x.reshape(*x.shape[:-1], n_group, x.shape[-1] // n_group)
     best_two, _ = lax.top_k(groups(biased), 2)
-    _, best = lax.top_k(_without_negative_zeros(best_two.sum(axis=-1)), routing.topk_group)
+    of_group = add(best_two[..., 0], best_two[..., 1])
+    _, best = lax.top_k(_without_negative_zeros(of_group), routing.topk_group)
     numbers = lax.broadcasted_iota(best.dtype, (*best.shape, n_group), best.ndim)
     is_kept = jnp.any(best[..., None] == numbers, axis=-2)
     # An expert of another group comes after all others, even if the rank of those is -inf.

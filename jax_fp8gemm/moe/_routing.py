@@ -30,6 +30,12 @@ class RouteArguments(TypedDict, total=False):
     scale: float
 
 
+class RouteOptions(RouteArguments, total=False):
+    """Those and batch_invariant, which moe_layer takes from its recipe."""
+
+    batch_invariant: bool
+
+
 @dataclass(frozen=True)
 class Routing:
     """The static arguments of route beside top_k, which route describes; hashable once checked."""

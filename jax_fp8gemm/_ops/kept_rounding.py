@@ -1,0 +1,75 @@
+"""f32 sums and roundings that XLA can neither remove nor fuse with what is around.
+
+XLA may compute in f32 what the program rounds to bf16 and back, and it may make one operation of a
+product and a sum. Both change bits with the kernel that an operation lands in. Here operands pass
+through integers, a rounding is a lax.reduce_precision, and each product that is added is exact.
+"""
+
+# JAX leaves parameters of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_U = np.uint32
+_EXPONENT = _U(0x7F800000)
+
+
+def exact_f32(x: jax.Array) -> jax.Array:
+    """Returns bf16, f16 or f32 x in f32, after its rounding to its dtype."""
+    if x.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+        return lax.bitcast_convert_type(bits, jnp.float32)
+    if x.dtype == jnp.float16:
+        return lax.reduce_precision(x.astype(jnp.float32), 5, 10)
+    return x
+
+
+def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns f32 x rounded to `dtype` (bf16, f16 or f32), to nearest even.
+
+    In f16 and f32, subnormal numbers become zeros.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float32:
+        return flushed(x)
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def flushed(x: jax.Array) -> jax.Array:
+    """Returns f32 x with 0 in the place of subnormal numbers.
+
+    The choice is between integers. So what is added to the result is not fused with a product that
+    x may be.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jnp.where((bits & _EXPONENT) == 0, _U(0), bits)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def add_flushed(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x + y in f32, where subnormal numbers count as zeros."""
+    return flushed(flushed(x) + flushed(y))
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two f32 numbers of 12 significant bits whose sum is f32 x.
+
+    Their products with numbers of 12 bits are exact. An x below 2^-103 loses the second one.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    exponent = bits & _EXPONENT
+    is_finite = exponent != _EXPONENT
+    first = jnp.where(is_finite, bits & ~_U(0xFFF), bits)
+    first = jnp.where(exponent == 0, _U(0), first)
+    low = (bits & _U(0xFFF)).astype(jnp.int32).astype(jnp.float32)
+    has_second = is_finite & (exponent > _U(23 << 23))
+    unit = jnp.where(has_second, (bits & ~_U((1 << 23) - 1)) - _U(23 << 23), _U(0))
+    return lax.bitcast_convert_type(first, jnp.float32), low * lax.bitcast_convert_type(
+        unit, jnp.float32
+    )
