@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -63,19 +62,3 @@ def inverse(permutation: jax.Array) -> jax.Array:
     """Returns the inverse of a permutation of 0..n-1."""
     rank = jnp.arange(permutation.size, dtype=permutation.dtype)
     return jnp.zeros_like(permutation).at[permutation].set(rank, unique_indices=True)
-
-
-def sum_of_rows(
-    rows: jax.Array, order: jax.Array, weights: jax.Array | None, has_row: jax.Array | None = None
-) -> jax.Array:
-    """Returns the f32 sums over j of weights[:, j] * rows[order[:, j]].
-
-    weights: None stands for ones. has_row: whether to add the term (i, j); None adds all.
-    """
-    terms = [take_rows(rows, column).astype(jnp.float32) for column in order.T]
-    if weights is not None:
-        terms = [x * w[:, None] for x, w in zip(terms, weights.astype(jnp.float32).T, strict=True)]
-    if has_row is not None:
-        terms = [jnp.where(has[:, None], x, 0) for x, has in zip(terms, has_row.T, strict=True)]
-    # Additions one after another, because a reduction would leave their order to XLA.
-    return functools.reduce(jnp.add, terms)

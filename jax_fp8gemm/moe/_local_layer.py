@@ -21,7 +21,7 @@ from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
 from jax_fp8gemm.moe import _mlp_products as products
-from jax_fp8gemm.moe._choices import sort_choices, sum_of_rows, take_rows
+from jax_fp8gemm.moe._choices import sort_choices, take_rows
 from jax_fp8gemm.moe._mlp import moe_mlp
 from jax_fp8gemm.moe._mlp_specs import (
     Specs,
@@ -32,6 +32,7 @@ from jax_fp8gemm.moe._mlp_specs import (
 from jax_fp8gemm.moe._operands import Operands, without_gradients
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._permute import permute, unpermute
+from jax_fp8gemm.moe._row_sums import dots_of_rows, sum_of_rows
 
 
 def local_layer(
@@ -120,7 +121,7 @@ def _layer(specs: Specs, operands: Operands) -> jax.Array:
     (copies,) = gather_quantize(operands.x, rows.token, None, *rows.groups, mode="row", **args)
     w = products.transposed_weights(specs, operands.w_gate_up, operands.w_down, operands.biases)
     out, _ = products.forward(specs, copies, w, rows.groups, is_differentiated=False)
-    return _add_up(out, rows, operands.weights)
+    return _add_up(specs, out, rows, operands.weights)
 
 
 def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
@@ -134,13 +135,15 @@ def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
     out, residuals = products.forward(specs, copies, w, rows.groups, is_differentiated=True)
     x_columns = name_residual("lhs", x_columns)
     kept = Kept(x_columns, residuals, experts, out, rows, operands.weights)
-    return _add_up(out, rows, operands.weights), kept
+    return _add_up(specs, out, rows, operands.weights), kept
 
 
 def _layer_bwd(specs: Specs, kept: Kept, dout: jax.Array) -> tuple[Operands]:
     rows, weights = kept.rows, kept.weights
-    out_of_choices = take_rows(kept.out, rows.order).astype(jnp.float32)
-    dweights = jnp.sum(out_of_choices * dout.astype(jnp.float32)[:, None], axis=2)
+    is_invariant = specs.into.recipe.batch_invariant
+    dweights = dots_of_rows(
+        kept.out, rows.order, dout, dtype=weights.dtype, batch_invariant=is_invariant
+    )
     weight_of_rows = take_rows(weights.astype(jnp.float32).reshape(-1), rows.choice)
     fmt = specs.into.recipe.bwd
     douts, dout_columns = _copy_and_quantize(specs.down, fmt, dout, rows, weight_of_rows)
@@ -149,16 +152,18 @@ def _layer_bwd(specs: Specs, kept: Kept, dout: jax.Array) -> tuple[Operands]:
     dx, *gradients = products.backward(
         specs, kept.residuals, kept.experts, douts, columns, rows.groups, dout_of_rows
     )
-    dx = sum_of_rows(dx, rows.order, None).astype(dx.dtype)
-    return (Operands._make((dx, None, dweights.astype(weights.dtype), *gradients)),)
+    dx = sum_of_rows(dx, rows.order, None, dtype=dx.dtype, batch_invariant=is_invariant)
+    return (Operands._make((dx, None, dweights, *gradients)),)
 
 
 _layer.defvjp(_layer_fwd, _layer_bwd)
 
 
-def _add_up(out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
+def _add_up(specs: Specs, out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
     """Returns the weighted sum of the rows of each token."""
-    return sum_of_rows(out, rows.order, weights).astype(out.dtype)
+    is_invariant = specs.into.recipe.batch_invariant
+    how = dict(dtype=out.dtype, batch_invariant=is_invariant)
+    return sum_of_rows(out, rows.order, weights, **how)
 
 
 def _copy_and_quantize(

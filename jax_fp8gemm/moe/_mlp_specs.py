@@ -86,6 +86,10 @@ def make_specs(
     h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
     down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(op, None, into)
+    if recipe.batch_invariant and not recipe.is_fused:
+        raise NotImplementedError(
+            f"{op}: batch_invariant must go with an FP8 fwd and wgrad='fp8'; got {recipe}"
+        )
     return Specs(into, down, activation)
 
 

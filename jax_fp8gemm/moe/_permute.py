@@ -7,6 +7,7 @@ finish, as that of a scatter-add does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
+from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
 from jax_fp8gemm._ops.reverse_mode import reverse_mode, transposable_by_none
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
-from jax_fp8gemm.moe._choices import inverse, sort_choices, sum_of_rows, take_rows
+from jax_fp8gemm.moe._choices import inverse, sort_choices, take_rows
+from jax_fp8gemm.moe._row_sums import dots_of_rows, sum_of_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
@@ -78,6 +81,8 @@ def unpermute(
     rows: Float[Array, "rows d"],
     order: Int32[Array, "m top_k"],
     weights: Float[Array, "m top_k"],
+    *,
+    batch_invariant: bool = False,
 ) -> Float[Array, "m d"]:
     """Adds up the rows of each token by weight: sum over j of weights[i, j] * rows[order[i, j]].
 
@@ -87,6 +92,8 @@ def unpermute(
       rows: (m * top_k, d) bf16, f16 or f32, sorted by expert.
       order: (m, top_k) int32, from permute.
       weights: (m, top_k) bf16, f16 or f32.
+      batch_invariant: whether the result of a token, and its gradients, have bits that neither the
+        other tokens nor the program around change (docs/numerics.md).
     Returns:
       (m, d) array. Differentiable in rows and weights.
     Raises:
@@ -107,8 +114,10 @@ def unpermute(
             f"got order {checks.short_type(order)}, weights {checks.short_type(weights)}, "
             f"rows {checks.short_type(rows)}"
         )
+    checks.check_bool(op, batch_invariant=batch_invariant)
     _check_choices(op, order)
-    return transposable_by_none(op, _add_weighted(*_prepare(op, rows, order, weights)))
+    operands = _prepare(op, rows, order, weights)
+    return transposable_by_none(op, _add_weighted(batch_invariant, *operands))
 
 
 def _check_choices(op: str, choices: Any) -> None:
@@ -135,25 +144,35 @@ def _copy_rows(x: jax.Array, choice: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _copy_rows_bwd(order: jax.Array, drows: jax.Array) -> tuple[Any, ...]:
-    return sum_of_rows(drows, order, None).astype(drows.dtype), None, None
+    dx = sum_of_rows(drows, order, None, dtype=drows.dtype, batch_invariant=False)
+    return dx, None, None
 
 
 _copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order), _copy_rows_bwd)
 
 
-@jax.custom_vjp
-def _add_weighted(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    return sum_of_rows(rows, order, weights).astype(rows.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_weighted(
+    batch_invariant: bool, rows: jax.Array, order: jax.Array, weights: jax.Array
+) -> jax.Array:
+    how = dict(dtype=rows.dtype, batch_invariant=batch_invariant)
+    return sum_of_rows(rows, order, weights, **how)
 
 
-def _add_weighted_bwd(residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+def _add_weighted_fwd(batch_invariant: bool, *operands: jax.Array) -> Any:
+    return _add_weighted(batch_invariant, *operands), operands
+
+
+def _add_weighted_bwd(batch_invariant: bool, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, order, weights = residuals
     choice = inverse(order.reshape(-1))
-    dout = dout.astype(jnp.float32)
+    how = dict(dtype=weights.dtype, batch_invariant=batch_invariant)
+    dweights = dots_of_rows(rows, order, dout, **how)
+    dout = exact_f32(dout) if batch_invariant else dout.astype(jnp.float32)
     weight = take_rows(weights.astype(jnp.float32).reshape(-1), choice)
     drows = take_rows(dout, choice // order.shape[1]) * weight[:, None]
-    dweights = jnp.sum(take_rows(rows, order).astype(jnp.float32) * dout[:, None], axis=2)
-    return drows.astype(rows.dtype), None, dweights.astype(weights.dtype)
+    drows = rounded(drows, rows.dtype) if batch_invariant else drows.astype(rows.dtype)
+    return drows, None, dweights
 
 
-_add_weighted.defvjp(lambda *operands: (_add_weighted(*operands), operands), _add_weighted_bwd)
+_add_weighted.defvjp(_add_weighted_fwd, _add_weighted_bwd)

@@ -16,7 +16,7 @@ from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
-from jax_fp8gemm.moe._choices import sum_of_rows, take_rows
+from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._mlp_products import (
     Experts,
     bias_gradients,
@@ -29,6 +29,7 @@ from jax_fp8gemm.moe._mlp_products import (
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
+from jax_fp8gemm.moe._row_sums import sum_of_rows
 
 
 class TokenGradients(NamedTuple):
@@ -87,8 +88,9 @@ def forward_turn(
     rows = rows_of_turn(received, turn, num_rows)
     gate_up = _gate_up(products, received, rows, w)
     out, _ = down_product(products, gate_up, w, rows.groups, with_columns=False)
-    sums = sum_of_rows(out, rows.order, received.weights, rows.has_row)
-    return sums.astype(products.into.lhs_dtype), gate_up
+    into = products.into
+    how = dict(dtype=into.lhs_dtype, batch_invariant=into.recipe.batch_invariant)
+    return sum_of_rows(out, rows.order, received.weights, rows.has_row, **how), gate_up
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
@@ -127,7 +129,8 @@ def backward_turn(
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
-    dx = sum_of_rows(dx, rows.order, None, rows.has_row).astype(dx.dtype)
+    how = dict(dtype=dx.dtype, batch_invariant=products.into.recipe.batch_invariant)
+    dx = sum_of_rows(dx, rows.order, None, rows.has_row, **how)
     return TokenGradients(dx, dweights), RowGradients(rows, weights, gate_up, dh, da_columns)
 
 
