@@ -77,7 +77,7 @@ def _fma(a: Bits, b: Bits, c: Bits) -> Bits:
     sign = jnp.where(is_product, product_sign, c_sign) ^ jnp.where(is_negative, _SIGN, _U(0))
     sign = jnp.where((high | low) == 0, product_sign & c_sign, sign)
     exponent = jnp.maximum(product_exponent, c_exponent)
-    result = sign | _round(high, low, exponent)
+    result = sign | round_words(high, low, exponent)
     return _with_specials(result, a, b, c, product_sign)
 
 
@@ -161,7 +161,7 @@ def _add(a: Words, b: Words, is_difference: jax.Array) -> tuple[Words, jax.Array
     return (high, low), is_negative
 
 
-def _round(high: Bits, low: Bits, exponent: jax.Array) -> Bits:
+def round_words(high: Bits, low: Bits, exponent: jax.Array) -> Bits:
     """The magnitude of (high, low) * 2^exponent as f32."""
     is_low = high == 0
     zeros = jnp.where(is_low, _U(32) + lax.clz(low), lax.clz(high))

@@ -73,7 +73,9 @@ def dot_general(
     )
     xla = partial(lax.dot_general, dimension_numbers=dims, **spec.xla_args(out_sharding))
     if not spec.is_fp8:
-        return xla(lhs, unquantised(rhs))
+        rhs = unquantised(rhs)
+        if not spec.is_exact:
+            return xla(lhs, rhs)
     lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
 

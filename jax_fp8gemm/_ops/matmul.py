@@ -107,7 +107,9 @@ def matmul(
     )
     xla = partial(jnp.matmul, **spec.xla_args(out_sharding))
     if not spec.is_fp8:
-        return xla(lhs, rhs.dequantize(lhs.dtype) if is_scaled else unquantised(rhs))
+        rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else unquantised(rhs)
+        if not spec.is_exact:
+            return xla(lhs, rhs)
     lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     out_spec = out_spec_of(xla, spec.out_dtype, lhs, rhs)
     if not isinstance(rhs, ScaledArray) and rhs.ndim <= 2:

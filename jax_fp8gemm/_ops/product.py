@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import formats
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.exact_product import exact_product
 from jax_fp8gemm._ops.product_spec import (
     DType,
     ProductSpec,
@@ -90,6 +91,9 @@ def product(
 
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
+    if spec.is_exact:
+        assert isinstance(rhs, jax.Array)
+        return exact_product(spec, *match_varying(lhs, rhs), out_spec)
     spec = with_shardings(spec, lhs, rhs, out_spec)
     operands = match_varying(lhs, without_gradient("matmul", "rhs", rhs))
     return reverse_mode("matmul", partial(_product, spec), *operands)

@@ -74,6 +74,11 @@ class ProductSpec:
         return self.recipe.is_fp8 and self.xla_precision is None
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the product runs in integers, as exact_product does."""
+        return self.recipe.batch_invariant and not self.recipe.is_fp8 and self.xla_precision is None
+
+    @property
     def has_fp8_wgrad(self) -> bool:
         """Whether the gradient of rhs is wanted, and is a product of FP8 operands."""
         return self.rhs_dtype is not None and self.recipe.wgrad == "fp8"
@@ -189,6 +194,15 @@ def check_precision(op: str, precision: Any, spec: ProductSpec) -> XlaPrecision 
             f"got precision {checks.short_repr(precision)}, {spec.recipe}"
         )
     return xla_precision
+
+
+def check_grouped(op: str, spec: ProductSpec) -> None:
+    """Raises NotImplementedError where a grouped product would run in integers."""
+    if spec.is_exact:
+        raise NotImplementedError(
+            f"{op}: batch_invariant must go with an FP8 fwd; got {spec.recipe}. A grouped product "
+            "without FP8 is one of XLA."
+        )
 
 
 def out_spec_of(

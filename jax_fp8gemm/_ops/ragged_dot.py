@@ -20,6 +20,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
     Weights,
+    check_grouped,
     check_static_args,
     out_spec_of,
     type_of,
@@ -100,6 +101,7 @@ def ragged_dot(
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
+    check_grouped(op, spec)
     group_sizes, group_offset = jax.tree.map(
         lambda x: replicate(op, _groups.as_int32(x)), (group_sizes, group_offset)
     )

@@ -22,6 +22,7 @@ from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
+    check_grouped,
     check_static_args,
     out_spec_of,
     with_shardings,
@@ -103,6 +104,7 @@ def ragged_dot_general(
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
+    check_grouped(op, spec)
     lhs = jnp.transpose(lhs, lhs_order)
     if isinstance(rhs, QuantizedWeight) and spec.is_fp8 and rhs.ndim == 3:
         groups, k, _ = rhs_order
