@@ -107,10 +107,11 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     is_negative = (high >> 31) != 0
     low = jnp.where(is_negative, _U(0) - low, low)
     high = jnp.where(is_negative, ~high + (low == 0).astype(jnp.uint32), high)
-    exponent = x.exponent + jnp.swapaxes(y.exponent, 0, 1) - _I(2 * _UNIT_BITS)
+    of_columns = lambda x: x.reshape((1,) * (lhs.ndim - 1) + (-1,))
+    exponent = x.exponent + of_columns(y.exponent) - _I(2 * _UNIT_BITS)
     bits = f32.round_words(high, low, exponent)
     bits |= jnp.where(is_negative, _U(1 << 31), _U(0))
-    is_bad = x.is_bad | jnp.swapaxes(y.is_bad, 0, 1)
+    is_bad = x.is_bad | of_columns(y.is_bad)
     return rounded(f32.from_bits(jnp.where(is_bad, f32.NAN, bits)), dtype)
 
 

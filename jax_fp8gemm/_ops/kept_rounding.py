@@ -57,6 +57,11 @@ def add_flushed(x: jax.Array, y: jax.Array) -> jax.Array:
     return flushed(flushed(x) + flushed(y))
 
 
+def add_rounded(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x + y of one dtype: the f32 sum, rounded once."""
+    return rounded(exact_f32(x) + exact_f32(y), x.dtype)
+
+
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two f32 numbers of 12 significant bits whose sum is f32 x.
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
-from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
+from jax_fp8gemm._ops.kept_rounding import add_rounded
 from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm.moe._gated_mlp import check_gated_mlp, gated_mlp
 from jax_fp8gemm.moe._operands import Weights
@@ -48,6 +48,4 @@ def add_shared_expert(
             experts,
         )
     added = gated_mlp(x, *experts, **options.of_mlp)
-    if options.recipe.batch_invariant:
-        return rounded(exact_f32(out) + exact_f32(added), out.dtype)
-    return out + added
+    return add_rounded(out, added) if options.recipe.batch_invariant else out + added

@@ -12,6 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._ops.kept_rounding import add_rounded, exact_f32, rounded
+from jax_fp8gemm._ops.matmul import matmul
+from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm.moe._gated_mlp import gated_mlp
 from jax_fp8gemm.moe._moe_layer import moe_layer
 from jax_fp8gemm.moe._route import route
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype), as those of jax.nn.initializers
+_IN_INTEGERS = Recipe(fwd=None, batch_invariant=True)
 # These are f32 whatever the dtype of the others.
 ROUTER_PARAMETERS = ("router", "router_bias", "balance_bias")
 
@@ -89,7 +94,8 @@ def apply_block(
     Raises:
       ValueError, TypeError: as moe_layer.
     """
-    logits = _logits(parameters, x)
+    is_invariant = check_recipe("moe.block", options.get("recipe", DEEPSEEK_V3)).batch_invariant
+    logits = _logits(parameters, x, is_invariant)
     experts = parameters["w_gate_up"], parameters["w_down"]
     shared = None
     if config.num_shared_experts:
@@ -98,33 +104,46 @@ def apply_block(
     if config.has_expert_biases:
         how |= dict(biases=(parameters["b_gate_up"], parameters["b_down"]))
     if config.weighs_tokens:
-        return _weighing_tokens(config, x, logits, experts, shared, how)
+        return _weighing_tokens(config, x, logits, experts, shared, how, is_invariant)
     bias = parameters.get("balance_bias")
     return moe_layer(x, logits, *experts, bias=bias, shared_expert=shared, **config.routing, **how)
 
 
-def _logits(parameters: Mapping[str, Any], x: jax.Array) -> jax.Array:
+def _logits(parameters: Mapping[str, Any], x: jax.Array, is_invariant: bool) -> jax.Array:
     router = jnp.asarray(parameters["router"], jnp.float32)
-    logits = jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    if is_invariant:
+        logits = matmul(x, router, recipe=_IN_INTEGERS, preferred_element_type=jnp.float32)
+    else:
+        logits = jnp.matmul(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     if "router_bias" in parameters:
         logits += parameters["router_bias"].reshape((1,) * (x.ndim - 1) + (-1,))
     return logits
 
 
 def _weighing_tokens(
-    config: MoEConfig, x: jax.Array, logits: jax.Array, experts: Any, shared: Any, how: Any
+    config: MoEConfig,
+    x: jax.Array,
+    logits: jax.Array,
+    experts: Any,
+    shared: Any,
+    how: Any,
+    is_invariant: bool,
 ) -> Any:
     """Runs each expert on weight * token. There is one choice for each token."""
     if config.top_k != 1:
         raise ValueError(
             f"moe.block: a MoEConfig with weighs_tokens must have top_k 1; got {config.top_k}"
         )
-    indices, weights = route(logits, **config.routing)
+    indices, weights = route(logits, **config.routing, batch_invariant=is_invariant)
     router = indices, jnp.ones_like(weights)
-    weighed = (x * weights).astype(x.dtype)
+    if is_invariant:
+        weighed = rounded(exact_f32(x) * weights, x.dtype)
+    else:
+        weighed = (x * weights).astype(x.dtype)
     out = moe_layer(weighed, router, *experts, **how)
     if shared is None:
         return out
     of_mlp = ("activation", "recipe", "implementation")
     added = gated_mlp(x, *shared, **{name: how[name] for name in of_mlp if name in how})
-    return (out[0] + added, out[1]) if isinstance(out, tuple) else out + added
+    add = add_rounded if is_invariant else jnp.add
+    return (add(out[0], added), out[1]) if isinstance(out, tuple) else add(out, added)

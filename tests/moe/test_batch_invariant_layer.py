@@ -123,3 +123,19 @@ def test_recipes_whose_experts_it_does_not_cover(recipe):
     operands = _layer_operands(4)[:4]
     with raises(NotImplementedError, match="moe_layer: batch_invariant must go with an FP8 fwd"):
         moe.moe_layer(*operands, top_k=2, recipe=jf.Recipe(batch_invariant=True, **recipe))
+
+
+def test_a_block_has_the_same_bits_in_any_batch():
+    """With the router's product, groups of experts and a shared expert."""
+    config = moe.configs.DEEPSEEK_V3.scaled_down(num_experts=16)
+    key = jax.random.key(0)
+    kernel = jax.nn.initializers.lecun_normal()
+    parameters = {
+        name: moe.block.initial_parameter(key, name, shape, jnp.bfloat16, kernel)
+        for name, shape in moe.block.parameter_shapes(config).items()
+    }
+    how = dict(recipe=RECIPE, implementation="emulate")
+    run = jax.jit(partial(moe.block.apply_block, config, **how))
+    x = jax.random.normal(key, (2, 17, config.hidden), jnp.bfloat16)
+    whole = run(parameters, x)
+    reference.assert_same_bits(run(parameters, x[1, 4:5]), whole[1, 4:5])

@@ -84,6 +84,7 @@ def test_batches_and_programs_change_no_bit():
 
     reference.assert_same_bits(fused(lhs, rhs, np.float32(1))[0], expected)
     operands = jnp.asarray(rhs.T), jnp.asarray(lhs)
+    reference.assert_same_bits(matmul(lhs.reshape(9, 37, -1), rhs), mapped)
     contracted = jf.dot_general(*operands, (((1,), (1,)), ((), ())), recipe=RECIPE)
     reference.assert_same_bits(contracted.T, expected)
 
