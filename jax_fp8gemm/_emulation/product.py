@@ -38,7 +38,10 @@ def multiply(
     (m, k), n = lhs.shape, rhs.shape[0]
     if 0 in (m, n, k):
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
-    lhs, rhs = (_pad(x, columns=-k % _BLOCK) for x in lax.optimization_barrier((lhs, rhs)))
+    lhs, rhs = (
+        _pad(x, columns=formats.num_blocks(k) * _BLOCK - k)
+        for x in lax.optimization_barrier((lhs, rhs))
+    )
     scales = f32.to_bits(rhs_scale)
 
     def add_up(values, scale):
@@ -55,8 +58,9 @@ def multiply(
 def map_rows(function: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
     """function(*operands), a tile of rows at a time. Its result (..., rows, n) has their rows."""
     m = operands[0].shape[0]
-    tile = min(m, _TILE)
-    tiles = [_pad(x, rows=-m % tile).reshape(-1, tile, x.shape[1]) for x in operands]
+    tile = min(m, _TILE) if isinstance(m, int) else _TILE  # m may be symbolic
+    rows = -(-m // tile) * tile - m
+    tiles = [_pad(x, rows=rows).reshape(-1, tile, x.shape[1]) for x in operands]
     results = lax.map(lambda xs: function(*xs), tiles)
     results = jnp.moveaxis(results, 0, -3)  # (..., tiles, tile, n)
     return results.reshape(*results.shape[:-3], -1, results.shape[-1])[..., :m, :]
@@ -89,4 +93,5 @@ def _broadcast(*arrays: Any) -> tuple[jax.Array, ...]:
 
 
 def _pad(x: jax.Array, rows: int = 0, columns: int = 0) -> jax.Array:
-    return jnp.pad(x, ((0, rows), (0, columns))) if rows or columns else x
+    is_whole = isinstance(rows, int) and isinstance(columns, int) and not (rows or columns)
+    return x if is_whole else jnp.pad(x, ((0, rows), (0, columns)))

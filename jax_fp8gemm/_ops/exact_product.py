@@ -46,12 +46,6 @@ _MAX_K = 1 << 18
 
 def exact_product(spec: ProductSpec, lhs: jax.Array, rhs: jax.Array, out_spec: Any) -> jax.Array:
     """Multiplies lhs (..., m, k) by rhs (k, n). out_spec: how Explicit mesh axes cut the result."""
-    sizes = lhs.shape[-1], rhs.shape[-1], lhs.size // max(lhs.shape[-1], 1)
-    if max(sizes) > _MAX_K:
-        raise NotImplementedError(
-            f"matmul: batch_invariant without FP8 must have k, and for gradients m and n, of at "
-            f"most {_MAX_K}; got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
-        )
     specs = tuple(jax.typeof(x).sharding.spec for x in (lhs, rhs))
     return reverse_mode("matmul", partial(_product, spec, (*specs, out_spec)), lhs, rhs)
 
@@ -98,6 +92,12 @@ class _Integers(NamedTuple):
 @partial(jax.jit, static_argnames="dtype")
 def _multiply(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
     """Multiplies (..., m, k) by (k, n)."""
+    if not isinstance(lhs.shape[-1], int) or lhs.shape[-1] > _MAX_K:
+        raise NotImplementedError(
+            f"matmul: a product with batch_invariant and without FP8 must sum over a known number "
+            f"of elements, {_MAX_K} at most; got {checks.short_type(lhs)} times "
+            f"{checks.short_type(rhs)}. Its gradient sums over the rows of lhs."
+        )
     x, y = _as_integers(lhs), _as_integers(rhs.T)
     high = low = jnp.zeros((*lhs.shape[:-1], rhs.shape[1]), jnp.uint32)
     for start in range(0, lhs.shape[-1], _MAX_PART):

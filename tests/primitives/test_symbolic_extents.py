@@ -1,4 +1,4 @@
-"""Programs for any number of rows, exported with a symbolic extent: the forward pass."""
+"""Programs for any number of rows, exported with a symbolic extent."""
 
 import functools
 
@@ -6,19 +6,32 @@ import jax
 import jax.numpy as jnp
 import pytest
 import reference
-from errors import without_annotation_checks
+from errors import raises, without_annotation_checks
 
-from jax_fp8gemm import EXPORT_CHECKS, FallbackWarning, matmul, quantize, ragged_dot
+from jax_fp8gemm import EXPORT_CHECKS, FallbackWarning, Recipe, matmul, moe, quantize, ragged_dot
 
 K, N = 256, 384
 W = jnp.cos(jnp.arange(2.0 * K * N)).reshape(2, K, N)
 SIZES = jnp.asarray([3, 4])
+BF16_INVARIANT = Recipe(fwd=None, batch_invariant=True)
+
+
+def gradients(op):
+    """A function of x: the gradients of x and of the weights W."""
+    loss = lambda x, w: (op(x, w) ** 2).sum()
+    return lambda x: jax.grad(loss, (0, 1))(x, W)
+
+
 CALLS = {
     "matmul": lambda x: matmul(x, W[0]),
     "matmul, weights quantised once": lambda x: matmul(
         x, quantize(W[0], block=(128, 128), with_transpose="only")
     ),
     "ragged_dot": lambda x: ragged_dot(x, W, SIZES),
+    "gradients of matmul": gradients(lambda x, w: matmul(x, w[0])),
+    "gradients of moe_layer": gradients(
+        lambda x, w: moe.moe_layer(x, x[:, :2], w, jnp.swapaxes(w[:, :, : N // 2], 1, 2), top_k=1)
+    ),
 }
 
 
@@ -36,4 +49,13 @@ def test_one_program_serves_any_number_of_rows(call):
     again = jax.export.deserialize(exported.serialize())
     for rows in (8, 130):
         x = jnp.sin(jnp.arange(1.0 * rows * K)).reshape(rows, K)
-        assert reference.calc_diff(again.call(x), jax.jit(call)(x)) < 1e-9
+        found, expected = (jax.tree.leaves(run(x)) for run in (again.call, jax.jit(call)))
+        for y, z in zip(found, expected, strict=True):
+            assert reference.calc_diff(y, z) < 1e-9
+
+
+def test_what_a_symbolic_number_of_rows_does_not_have():
+    (m,) = jax.export.symbolic_shape("m")
+    call = gradients(lambda x, w: matmul(x, w[0], recipe=BF16_INVARIANT))
+    with without_annotation_checks(), raises(NotImplementedError, match="a known number of elem"):
+        jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((m, K), jnp.float32))
