@@ -91,14 +91,14 @@ def test_unpermute_and_its_gradients(dtype):
 NUM_EXPERTS, F = 4, 128
 
 
-def _step(recipe, x, logits, w_gate_up, w_down, dout):
-    how = dict(top_k=2, scoring="sigmoid", recipe=recipe, implementation="emulate")
+def step(recipe, x, logits, w_gate_up, w_down, dout, implementation="emulate"):
+    how = dict(top_k=2, scoring="sigmoid", recipe=recipe, implementation=implementation)
     run = lambda x, logits: moe.moe_layer(x, logits, w_gate_up, w_down, **how)
     out, vjp = jax.vjp(run, x, logits)
     return out, *vjp(dout)
 
 
-def _layer_operands(m, seed=0):
+def layer_operands(m, seed=0):
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) * shape[-2] ** -0.5)
     bf16 = lambda x: x.astype(jnp.bfloat16)
@@ -110,17 +110,17 @@ def _layer_operands(m, seed=0):
 
 def test_a_layer_has_the_same_bits_in_any_batch():
     """Of a token: its result, and the gradients of x and of the logits."""
-    step = jax.jit(partial(_step, RECIPE))
-    x, logits, *weights, dout = _layer_operands(17)
-    expected = step(x, logits, *weights, dout)
-    alone = step(x[3:4], logits[3:4], *weights, dout[3:4])
+    run = jax.jit(partial(step, RECIPE))
+    x, logits, *weights, dout = layer_operands(17)
+    expected = run(x, logits, *weights, dout)
+    alone = run(x[3:4], logits[3:4], *weights, dout[3:4])
     for found, whole in zip(alone, expected, strict=True):
         reference.assert_same_bits(found, whole[3:4])
 
 
 @pytest.mark.parametrize("recipe", [dict(wgrad="bf16"), dict(fwd=None)], ids=str)
 def test_recipes_whose_experts_it_does_not_cover(recipe):
-    operands = _layer_operands(4)[:4]
+    operands = layer_operands(4)[:4]
     with raises(NotImplementedError, match="moe_layer: batch_invariant must go with an FP8 fwd"):
         moe.moe_layer(*operands, top_k=2, recipe=jf.Recipe(batch_invariant=True, **recipe))
 

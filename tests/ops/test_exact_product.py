@@ -39,7 +39,7 @@ def model(lhs, rhs, dtype=F32):
     return np.where(np.abs(out) < 2.0**-14, out * 0, out) if dtype == F16 else out
 
 
-def _draw(rng, shape, dtype=F32):
+def draw(rng, shape, dtype=F32):
     """Numbers of many sizes, in rows of many more; none is subnormal in f16."""
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-10, 2, shape)
     x = np.where(np.abs(x) < 2.0**-10, 0, x)
@@ -49,10 +49,10 @@ def _draw(rng, shape, dtype=F32):
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16)], ids=str)
 def test_products_and_gradients_equal_the_model(dtypes):
     rng = np.random.default_rng(0)
-    lhs, rhs = _draw(rng, (9, 300), dtypes[0]), _draw(rng, (300, 40), dtypes[1])
+    lhs, rhs = draw(rng, (9, 300), dtypes[0]), draw(rng, (300, 40), dtypes[1])
     out, vjp = jax.vjp(matmul, jnp.asarray(lhs), jnp.asarray(rhs))
     reference.assert_same_bits(out, model(lhs, rhs, out.dtype))
-    dout = _draw(rng, out.shape, out.dtype)
+    dout = draw(rng, out.shape, out.dtype)
     expected = model(dout, rhs.T, lhs.dtype), model(lhs.T, dout, rhs.dtype)
     for found, gradient in zip(vjp(jnp.asarray(dout)), expected, strict=True):
         reference.assert_same_bits(found, gradient)
@@ -69,7 +69,7 @@ def test_the_error_is_that_of_an_f32_sum():
 
 def test_batches_and_programs_change_no_bit():
     rng = np.random.default_rng(2)
-    lhs, rhs = _draw(rng, (333, 136)), _draw(rng, (136, 24))
+    lhs, rhs = draw(rng, (333, 136)), draw(rng, (136, 24))
     expected = model(lhs, rhs)
     run = jax.jit(matmul)
     for m in (1, 17, 333):
@@ -97,7 +97,7 @@ def test_a_mesh_changes_no_bit(kind, specs):
     """Devices add integers where the mesh cuts k."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
     rng = np.random.default_rng(3)
-    lhs, rhs = _draw(rng, (16, 256)), _draw(rng, (256, 24))
+    lhs, rhs = draw(rng, (16, 256)), draw(rng, (256, 24))
     shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
     operands = [jax.device_put(x, s) for x, s in zip((lhs, rhs), shardings, strict=True)]
     how = dict(out_sharding=NamedSharding(mesh, PartitionSpec())) if kind == "Explicit" else {}
