@@ -83,6 +83,8 @@ def _table(text: str) -> np.ndarray:
 _RCP, _EX2 = _table(_RCP_ROWS), _table(_EX2_ROWS)
 
 
+# Jitted, because what a partitioned primitive runs must close over no table.
+@jax.jit
 def rcp(x: Bits) -> Bits:
     """1 / x. Subnormal operands and results count as zero."""
     exponent, fraction = _biased_exponent(x), _fraction(x)
@@ -98,6 +100,7 @@ def rcp(x: Bits) -> Bits:
     return jnp.where((exponent == 255) & (fraction != 0), f32.NAN, result)
 
 
+@jax.jit
 def ex2(x: Bits) -> Bits:
     """2^x. Subnormal operands and results count as zero."""
     exponent, fraction = _biased_exponent(x), _fraction(x)
