@@ -93,6 +93,11 @@ def _accum(bits: Bits, *shape: int) -> np.ndarray:
     return _sparsely(bits, _normal(bits, shape) * np.float32(64), 16)
 
 
+def _on_device(operands: Any) -> Any:
+    """The arrays of NumPy as JAX's, with the same bits."""
+    return jax.tree.map(jnp.asarray, operands)
+
+
 def _multiply(op, lhs, rhs, accum, implementation: str, out_dtype: Any, *groups, block=SQUARE):
     """One program: the op on values and scales."""
     scaled = lambda q, block: jf.ScaledArray(*q, block=block)
@@ -111,7 +116,7 @@ def _dense(kind, lhs, rhs, family, out, is_accumulated, shape, bits, implementat
         _accum(bits, m, n) if is_accumulated else None,
     )
     run = lambda *xs: _multiply(jf.scaled_matmul, *xs, implementation, DTYPES[out], block=block)
-    return [run(*operands)]
+    return [run(*_on_device(operands))]
 
 
 def _grouped(kind, out, is_masked, bits, implementation):
@@ -125,7 +130,7 @@ def _grouped(kind, out, is_masked, bits, implementation):
     run = lambda lhs, rhs, sizes: _multiply(
         jf.scaled_ragged_dot, lhs, rhs, None, implementation, DTYPES[out], sizes
     )
-    return [run(lhs, rhs, sizes)]
+    return [run(*_on_device((lhs, rhs, sizes)))]
 
 
 def _wgrad(kind, out, is_accumulated, bits, implementation):
@@ -138,7 +143,7 @@ def _wgrad(kind, out, is_accumulated, bits, implementation):
     run = lambda lhs, rhs, accum, sizes: _multiply(
         jf.scaled_ragged_wgrad, lhs, rhs, accum, implementation, DTYPES[out], sizes, block=ROWS
     )
-    return [run(*operands, np.asarray(SIZES, np.int32))]
+    return [run(*_on_device((*operands, np.asarray(SIZES, np.int32))))]
 
 
 # Quantisers
@@ -148,7 +153,9 @@ def _any_float(bits: Bits, dtype: Any, *shape: int) -> np.ndarray:
     """Every pattern of bits: NaN, Inf and every exponent. Every fourth row has normal numbers."""
     words, normal = _words(bits, *shape), _normal(bits, shape, dtype)
     wild = words.astype(np.uint16).view(dtype) if dtype != np.float32 else words.view(np.float32)
-    wild = np.where((np.arange(shape[0]) % 2 == 0)[:, None] & ~np.isfinite(wild), dtype(1), wild)
+    with np.errstate(invalid="ignore"):  # what reading a signalling NaN sets
+        is_special = ~np.isfinite(wild)
+    wild = np.where((np.arange(shape[0]) % 2 == 0)[:, None] & is_special, dtype(1), wild)
     return np.where((np.arange(shape[0]) % 4 == 3)[:, None], normal, wild)
 
 
@@ -173,7 +180,7 @@ def _quantize(dtype, fmt, pow2, bits, implementation):
         jf.quantize_both(x, **args),
         quantize_ragged.ragged_columns(x, *groups, **args),
     )
-    return _leaves(run(x, *_groups()))
+    return _leaves(run(*_on_device((x, *_groups()))))
 
 
 def _gather(dtype, fmt, is_weighted, bits, implementation):
@@ -183,7 +190,7 @@ def _gather(dtype, fmt, is_weighted, bits, implementation):
     run = lambda *xs: gather_quantize.gather_quantize(
         *xs, mode="row_column", **_args(fmt, False, implementation)
     )
-    return _leaves(run(x, rows, weights, *_groups()))
+    return _leaves(run(*_on_device((x, rows, weights, *_groups()))))
 
 
 def _gather_fp8(fmt, is_weighted, bits, implementation):
@@ -193,7 +200,7 @@ def _gather_fp8(fmt, is_weighted, bits, implementation):
     run = lambda values, scale, *xs: gather_quantize.gather_quantize(
         jf.ScaledArray(values, scale), *xs, mode="column", **_args(fmt, False, implementation)
     )
-    return _leaves(run(values, scale, rows, weights, *_groups()))
+    return _leaves(run(*_on_device((values, scale, rows, weights, *_groups()))))
 
 
 # Activations
@@ -223,7 +230,8 @@ def _activation(name, kind, dtype, fmt, pow2, bits, implementation):
         swiglu_quantize.swiglu_quantize(gate_up, *groups, **args),
         swiglu_quantize.swiglu_grad_quantize(gate_up, dh, *groups, **args),
     )
-    return _leaves(run(np.concatenate([gate, up], axis=1), dh, *_groups()))
+    gate_up = np.concatenate([gate, up], axis=1)
+    return _leaves(run(*_on_device((gate_up, dh, *_groups()))))
 
 
 # Differentiable ops
@@ -248,7 +256,7 @@ def _matmul(dtype, recipe, bits, implementation):
 
 def _ragged_dot(recipe, bits, implementation):
     operands = _normal(bits, (200, 264), jnp.bfloat16), _normal(bits, (5, 264, 136), jnp.bfloat16)
-    sizes = np.asarray(SIZES, np.int32)
+    sizes = jnp.asarray(SIZES, jnp.int32)
     function = lambda lhs, rhs, **how: jf.ragged_dot(lhs, rhs, sizes, recipe=recipe, **how)
     return _vjp(function, operands, bits, implementation)
 
@@ -256,7 +264,7 @@ def _ragged_dot(recipe, bits, implementation):
 def _moe_mlp(recipe, bits, implementation):
     shapes = (200, 264), (5, 264, 272), (5, 136, 264)
     operands = [_normal(bits, shape, jnp.bfloat16) for shape in shapes]
-    sizes = np.asarray(SIZES, np.int32)
+    sizes = jnp.asarray(SIZES, jnp.int32)
     function = lambda *xs, **how: moe.moe_mlp(*xs, sizes, recipe=recipe, **how)
     return _vjp(function, operands, bits, implementation)
 
