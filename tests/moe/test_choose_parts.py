@@ -42,6 +42,8 @@ def test_seconds_of_parts():
         # A part takes longer than all tokens.
         (("all_to_all", 64, 128, 4), 1),
         (("all_gather", 1, 8192, 16), 1),
+        # Weights without a gradient cost nothing: 1.3 hidden for 0.3, and 2.0 for 0.9.
+        (("all_gather", 4, 8192, 0), 4),
     ],
 )
 def test_chosen_number(arguments, expected):

@@ -148,6 +148,19 @@ def test_a_capacity_holds_for_all_parts_together():
     reference.assert_same_bits(found, expected)
 
 
+def test_the_chosen_number_of_parts(traced_anew, monkeypatch):
+    """Is that of the model, which is given the sizes of a device."""
+    asked = []
+    monkeypatch.setattr(_expert_spec, "choose_parts", lambda *sizes: asked.append(sizes) or 2)
+    x, indices, probs, *weights, _ = problem()
+    lowered = jax.jit(layer(None)).lower(x, (indices, probs), *weights)
+    # Values, scales, indices and weights of two parts.
+    assert lowered.as_text().count("stablehlo.all_gather") == 2 * 4
+    ((exchange, *sizes),) = asked
+    assert (exchange.size, exchange.tokens, exchange.top_k) == (4, 14, 2)
+    assert sizes == [E // 4, D, 64, jnp.float32, False]
+
+
 def test_bad_parts_are_refused():
     x, indices, probs, *weights, _ = problem()
     call = functools.partial(moe_layer, x, (indices, probs), *weights)

@@ -32,19 +32,20 @@ PART_SECONDS = 0.3e-3  # assumed: launches, the latencies of 9 collectives, and 
 
 
 def choose_parts(
-    exchange: Exchange, num_local_experts: int, d: int, f: int, dtype: Any, fp8_combine: bool
+    exchange: Exchange, num_experts: int, d: int, f: int, dtype: Any, fp8_combine: bool
 ) -> int:
     """Returns the number of parts in which the layer takes the least time.
 
     Args:
       exchange: that of all tokens of a device in one part.
-      d, f: the extents of w_down (num_local_experts, f, d).
+      num_experts: the number of experts of a device whose weights have a gradient.
+      d, f: the extents of w_down (experts, f, d).
       dtype: that of the tokens and of the weights.
       fp8_combine: that of the recipe.
     """
     there, back = _exchange_seconds(exchange, d, jnp.dtype(dtype).itemsize, fp8_combine)
     products = 6 * exchange.tokens * exchange.top_k * d * f / FLOP_RATE
-    num_weights = 3 * num_local_experts * d * f
+    num_weights = 3 * num_experts * d * f
 
     def seconds(num_parts: int) -> float:
         own = part_seconds(num_parts, num_weights, jnp.dtype(dtype).itemsize)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._mlp_specs import Specs, check_num_experts, make_specs
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
@@ -91,7 +92,8 @@ def part_exchanges(
     whole, parts = exchange(tokens), options.parts
     # The rates of choose_parts are those of one exchange: along a pair there is one part.
     if parts is None and options.recipe.is_fused and not isinstance(name, tuple):
-        extents = num_experts // size, x.shape[1], w_down.shape[1]
+        num_trained = 0 if isinstance(w_down, ScaledArray) else num_experts // size
+        extents = num_trained, x.shape[1], w_down.shape[1]
         parts = choose_parts(whole, *extents, x.dtype, options.recipe.fp8_combine)
     of_parts = sizes_of_parts(tokens, parts or 1)
     return [whole] if len(of_parts) == 1 else [exchange(tokens) for tokens in of_parts]
