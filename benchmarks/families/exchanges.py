@@ -17,6 +17,7 @@ from jax_fp8gemm.moe._parallel import ragged_all_to_all
 from jax_fp8gemm.moe._parallel.exchange import (
     NAMES,
     Name,
+    NamePair,
     make_exchange,
     make_hierarchy,
     needed_share,
@@ -78,7 +79,7 @@ def parse_mode(text: str) -> Mode:
     """The mode of "all_gather", "ragged_all_to_all/8" or "all_to_all+all_gather"."""
     one, _, updates = text.partition("/")
     names = one.split("+")
-    known = {name: name for name in NAMES}
+    known: dict[str, Name] = {name: name for name in NAMES}
     if len(names) > 2 or not set(names) <= set(NAMES) or (updates and _RAGGED not in names):
         raise ValueError(
             f"bench: --exchange must be all, or of {', '.join(NAMES)}, {_RAGGED}/UPDATES or "
@@ -98,8 +99,8 @@ def modes_of(texts: Sequence[str], num_devices: int) -> list[Mode]:
 def make(mode: Mode, sizes: tuple[int, ...], tokens: int, top_k: int) -> Exchange:
     """The exchange of a layer of this mode."""
     if len(mode.names) == 2:
-        both = (mode.names[0], mode.names[1]), PAIR_AXES, (sizes[0], sizes[1])
-        return make_hierarchy(*both, tokens, top_k)
+        names: NamePair = (mode.names[0], mode.names[1])
+        return make_hierarchy(names, PAIR_AXES, (sizes[0], sizes[1]), tokens, top_k)
     return make_exchange(mode.names[0], AXIS, sizes[0], tokens, top_k)
 
 

@@ -85,6 +85,26 @@ def test_inside_shard_map(check_vma):
     assert_diff_below(LAYER[BF16], jax.jit(run)(*problem()), truth())
 
 
+def test_inside_vmap_and_scan():
+    x, indices, probs, *weights, _ = problem()
+    layer = functools.partial(
+        moe_layer,
+        mesh=auto_mesh(4, 2),
+        expert_axis=BOTH,
+        exchange=("all_to_all", "all_to_all"),
+        recipe=BF16,
+    )
+    run = lambda x: layer(x, (indices, probs), *weights)
+    both = jnp.stack([x, x[::-1]])
+    expected = jax.jit(run)(x)
+    for found in (
+        jax.jit(jax.vmap(run))(both),
+        jax.jit(lambda both: jax.lax.map(run, both))(both),
+    ):
+        reference.assert_same_bits(found[0], expected)
+        assert not np.array_equal(found[1], expected)
+
+
 def test_tokens_need_not_divide_evenly():
     x, *_, w_gate_up, w_down, _ = problem()
     x, logits = x[:61], random(M, E, seed=1)[:61]
