@@ -155,8 +155,7 @@ _copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order)
 def _add_weighted(
     batch_invariant: bool, rows: jax.Array, order: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    how = dict(dtype=rows.dtype, batch_invariant=batch_invariant)
-    return sum_of_rows(rows, order, weights, **how)
+    return sum_of_rows(rows, order, weights, dtype=rows.dtype, batch_invariant=batch_invariant)
 
 
 def _add_weighted_fwd(batch_invariant: bool, *operands: jax.Array) -> Any:
@@ -166,8 +165,7 @@ def _add_weighted_fwd(batch_invariant: bool, *operands: jax.Array) -> Any:
 def _add_weighted_bwd(batch_invariant: bool, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, order, weights = residuals
     choice = inverse(order.reshape(-1))
-    how = dict(dtype=weights.dtype, batch_invariant=batch_invariant)
-    dweights = dots_of_rows(rows, order, dout, **how)
+    dweights = dots_of_rows(rows, order, dout, dtype=weights.dtype, batch_invariant=batch_invariant)
     dout = exact_f32(dout) if batch_invariant else dout.astype(jnp.float32)
     weight = take_rows(weights.astype(jnp.float32).reshape(-1), choice)
     drows = take_rows(dout, choice // order.shape[1]) * weight[:, None]

@@ -88,9 +88,15 @@ def forward_turn(
     rows = rows_of_turn(received, turn, num_rows)
     gate_up = _gate_up(products, received, rows, w)
     out, _ = down_product(products, gate_up, w, rows.groups, with_columns=False)
-    into = products.into
-    how = dict(dtype=into.lhs_dtype, batch_invariant=into.recipe.batch_invariant)
-    return sum_of_rows(out, rows.order, received.weights, rows.has_row, **how), gate_up
+    sums = sum_of_rows(
+        out,
+        rows.order,
+        received.weights,
+        rows.has_row,
+        dtype=products.into.lhs_dtype,
+        batch_invariant=products.into.recipe.batch_invariant,
+    )
+    return sums, gate_up
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
@@ -129,8 +135,8 @@ def backward_turn(
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
-    how = dict(dtype=dx.dtype, batch_invariant=products.into.recipe.batch_invariant)
-    dx = sum_of_rows(dx, rows.order, None, rows.has_row, **how)
+    invariant = products.into.recipe.batch_invariant
+    dx = sum_of_rows(dx, rows.order, None, rows.has_row, dtype=dx.dtype, batch_invariant=invariant)
     return TokenGradients(dx, dweights), RowGradients(rows, weights, gate_up, dh, da_columns)
 
 
