@@ -31,7 +31,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
 from jax_fp8gemm._ops.product_spec import ProductSpec
-from jax_fp8gemm._ops.reverse_mode import reverse_mode
+from jax_fp8gemm._ops.reverse_mode import only_once, reverse_mode
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
 _U = np.uint32
@@ -61,7 +61,7 @@ def _fwd(spec: ProductSpec, shardings: Any, lhs: jax.Array, rhs: jax.Array) -> A
 
 
 def _bwd(spec: ProductSpec, shardings: Any, kept: Any, dout: jax.Array) -> Any:
-    lhs, rhs = kept
+    lhs, rhs, dout = only_once("matmul", *kept, dout)
 
     def run(lhs: jax.Array, rhs: jax.Array, dout: jax.Array) -> Any:
         matrix = lambda x: x.reshape(-1, x.shape[-1])

@@ -78,16 +78,26 @@ ad.deflinear2(_tangent, lambda cotangent, x, *, op: [cotangent])
 
 def undifferentiable(x: jax.Array, message: str) -> jax.Array:
     """Returns `x`. Differentiating it raises TypeError(message)."""
-    return _undifferentiable_p.bind(x, message=message)
+    return _undifferentiable_p.bind(x, message=message, error=TypeError)
 
 
-def _raise_undifferentiable(primals, tangents, *, message):
-    raise TypeError(message)
+def only_once(op: str, *operands: Any) -> Any:
+    """Returns the operands of a backward pass, whose derivative raises an error that names `op`.
+
+    Integer arithmetic has the derivative zero, so a second derivative would be wrong silently.
+    """
+    message = f"{op}: is differentiable once, in reverse mode. Take no gradient of a gradient."
+    how = dict(message=message, error=NotImplementedError)
+    return tuple(_undifferentiable_p.bind(x, **how) for x in operands)
+
+
+def _raise_undifferentiable(primals, tangents, *, message, error):
+    raise error(message)
 
 
 _undifferentiable_p = Primitive("undifferentiable")
-_undifferentiable_p.def_abstract_eval(lambda x, *, message: x)
-_undifferentiable_p.def_impl(lambda x, *, message: x)
-mlir.register_lowering(_undifferentiable_p, lambda ctx, x, *, message: [x])
+_undifferentiable_p.def_abstract_eval(lambda x, **how: x)
+_undifferentiable_p.def_impl(lambda x, **how: x)
+mlir.register_lowering(_undifferentiable_p, lambda ctx, x, **how: [x])
 batching.defvectorized(_undifferentiable_p)
 ad.primitive_jvps[_undifferentiable_p] = _raise_undifferentiable

@@ -17,7 +17,7 @@ from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
 from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
-from jax_fp8gemm._ops.reverse_mode import reverse_mode, transposable_by_none
+from jax_fp8gemm._ops.reverse_mode import only_once, reverse_mode, transposable_by_none
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
 from jax_fp8gemm.moe._choices import inverse, sort_choices, take_rows
 from jax_fp8gemm.moe._row_sums import dots_of_rows, sum_of_rows
@@ -164,6 +164,8 @@ def _add_weighted_fwd(batch_invariant: bool, *operands: jax.Array) -> Any:
 
 def _add_weighted_bwd(batch_invariant: bool, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     rows, order, weights = residuals
+    if batch_invariant:
+        rows, weights, dout = only_once("unpermute", rows, weights, dout)
     choice = inverse(order.reshape(-1))
     dweights = dots_of_rows(rows, order, dout, dtype=weights.dtype, batch_invariant=batch_invariant)
     dout = exact_f32(dout) if batch_invariant else dout.astype(jnp.float32)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8gemm._ops.reverse_mode import only_once
 from jax_fp8gemm.moe import _wide as wide
 from jax_fp8gemm.moe import _wide_functions as functions
 from jax_fp8gemm.moe._scoring import Scoring
@@ -66,7 +67,7 @@ def _fwd(logits: jax.Array, scoring: Scoring, normalize: bool, scale: float):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _bwd(scoring: Scoring, normalize: bool, scale: float, kept, dout: jax.Array):
-    logits, weights = kept
+    logits, weights, dout = only_once("route", *kept, dout)
     bits, weight_bits, dout_bits = map(wide.to_bits, (logits, weights, dout))
     weight, size = wide.magnitude(weight_bits), wide.magnitude(dout_bits)
     size, sign = wide.mul(size, _scale_like(size, scale)), _signs(dout_bits)

@@ -55,6 +55,7 @@ def test_is_frozen_and_hashable():
         ("lhs_block", (128, 128), "(1, 128)"),
         ("lhs_block", np.array([1, 128]), "(1, 128)"),
         ("pow2_scale", jnp.array(True), "False or True"),
+        ("batch_invariant", 1, "False or True"),
         ("rhs_block", (1, 128), "(128, 128)"),
         ("pow2_scale", "yes", "False or True"),
         ("wgrad", "f32", "'fp8' or 'bf16'"),

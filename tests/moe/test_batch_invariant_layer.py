@@ -151,3 +151,12 @@ def test_a_block_has_the_same_bits_in_any_batch():
     run = partial(jax.jit(partial(moe.block.apply_block, config, **how)), parameters)
     x = jax.random.normal(key, (17, config.hidden), jnp.bfloat16)
     reference.assert_same_bits(run(elsewhere(x, 0))[PLACES], run(x)[:4])
+
+
+def test_what_unpermute_does_not_take():
+    operands = jnp.ones((4, 8)), jnp.asarray([[0, 1], [2, 3]]), jnp.ones((2, 2))
+    with raises(TypeError, match="unpermute: batch_invariant must be True or False; got 1"):
+        moe.unpermute(*operands, batch_invariant=1)
+    run = lambda rows: moe.unpermute(rows, *operands[1:], batch_invariant=True).sum()
+    with raises(NotImplementedError, match="unpermute: is differentiable once"):
+        jax.grad(lambda w: jax.grad(lambda r: run(r * w) ** 2)(operands[0]).sum())(1.0)

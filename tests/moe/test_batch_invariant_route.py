@@ -138,6 +138,8 @@ def test_what_it_does_not_take():
     run = lambda x: route(x, 2, batch_invariant=True)[1]
     with raises(NotImplementedError, match="route: must be differentiated in reverse mode"):
         jax.jvp(run, (jnp.asarray(LOGITS),), (jnp.asarray(LOGITS),))
+    with raises(NotImplementedError, match="route: is differentiable once"):
+        jax.grad(lambda x: jax.grad(lambda x: run(x)[0, 0])(x)[0, 0])(jnp.asarray(LOGITS))
     many = jax.ShapeDtypeStruct((1, 40_000), jnp.float32)
     with raises(NotImplementedError, match="route: batch_invariant must go with up to 32768 expe"):
         jax.eval_shape(run, many)

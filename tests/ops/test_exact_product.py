@@ -122,6 +122,12 @@ def test_more_of_k_than_one_sum_takes():
         jax.eval_shape(matmul, *(jax.ShapeDtypeStruct(s, F32) for s in ((2, 2**19), (2**19, 3))))
 
 
+def test_a_second_derivative_raises():
+    square = lambda x: (matmul(x, x) ** 2).sum()
+    with raises(NotImplementedError, match="matmul: is differentiable once, in reverse mode"):
+        jax.grad(lambda x: jax.grad(square)(x).sum())(jnp.ones((8, 8)))
+
+
 def test_grouped_products_do_not_have_it():
     operands = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.asarray([1, 3])
     with raises(NotImplementedError, match="ragged_dot: batch_invariant must go with an FP8 fwd"):
