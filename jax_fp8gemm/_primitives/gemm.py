@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -111,39 +112,55 @@ def reference(
     n = rhs.shape[0]
     if k == 0:
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
-    if is_2d1d:
-        lhs_scale = jnp.repeat(lhs_scale, _BLOCK, axis=0)[:m]
-    elif not is_1d1d:
-        rhs_scale = jnp.repeat(rhs_scale, _BLOCK, axis=0)[:n]
     # NOTE: XLA on GPU removes a rounding to FP8 if the same program casts the values back.
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    # Not -k % 128, which JAX cannot prove to fill a block if k is symbolic.
-    pad_k = lambda x: jnp.pad(x, ((0, 0), (0, formats.num_blocks(k) * _BLOCK - k)))
-    lhs, rhs = pad_k(lhs), pad_k(rhs)
+    lhs, rhs = map(k_blocks, lax.optimization_barrier((lhs, rhs)))
 
-    def promote(promoted, b):
-        return promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d), None
+    def promote(b_and_promoted):
+        b, promoted = b_and_promoted
+        return b + 1, promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d)
 
-    zeros = constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    promoted, _ = lax.scan(promote, zeros, jnp.arange(formats.num_blocks(k)))
+    start = np.int32(0), constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+    blocks = lhs.shape[1]
+    num_blocks = np.int32(blocks) if isinstance(blocks, int) else jnp.asarray(blocks, jnp.int32)
+    _, promoted = lax.while_loop(lambda carry: carry[0] < num_blocks, promote, start)
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
 
 
-def block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d: bool) -> jax.Array:
-    """Returns the scaled product over k-block b, f32 (m, n). Both have scales of 1x128.
+def k_blocks(x: jax.Array) -> jax.Array:
+    """Returns FP8 values (rows, k) as f32 (rows, k-blocks, 128), which are zero behind k.
 
-    The scales are applied in the order of the kernel, which is_1d1d chooses.
+    FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
     """
-    # FP8 products are exact in f32, and in the TF32 that XLA may use for an f32 dot.
-    is_index: dict[str, Any] = dict(allow_negative_indices=False)
-    block = lambda x: lax.dynamic_slice_in_dim(x, b * _BLOCK, _BLOCK, 1, **is_index)
-    lhs, rhs = (block(x).astype(jnp.float32) for x in (lhs, rhs))
+    rows, k = x.shape
+    num_blocks = formats.num_blocks(k)
+    x = x.astype(jnp.float32)
+    if not isinstance(k, int) or k % _BLOCK:
+        # Not by -k % 128, which JAX cannot prove to fill a block if k is symbolic.
+        x = jnp.pad(x, ((0, 0), (0, num_blocks * _BLOCK - k)))
+    return x.reshape(rows, num_blocks, _BLOCK)
+
+
+def block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d: bool) -> jax.Array:
+    """Returns the scaled product over k-block b, f32 (m, n), of operands that k_blocks made.
+
+    A scale is that of a row or of 128 rows. Scales are applied in the order of the kernel, which
+    is_1d1d chooses.
+    """
+    is_index: dict[str, Any] = dict(keepdims=False, allow_negative_indices=False)
+    of_block = lambda x: lax.dynamic_index_in_dim(x, b, 1, **is_index)
+    lhs, rhs = of_block(lhs), of_block(rhs)
     product = lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
-    column = lambda scale: lax.dynamic_index_in_dim(scale, b, 1, keepdims=False, **is_index)
-    lhs_scale, rhs_scale = column(lhs_scale)[:, None], column(rhs_scale)[None]
+    m, n = product.shape
+    lhs_scale = _of_rows(of_block(lhs_scale), m)[:, None]
+    rhs_scale = _of_rows(of_block(rhs_scale), n)[None]
     return rhs_scale * (lhs_scale * product) if is_1d1d else lhs_scale * rhs_scale * product
+
+
+def _of_rows(scale: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the scale of each row, from those of rows or of blocks of 128 rows."""
+    return scale if scale.shape[0] == num_rows else jnp.repeat(scale, _BLOCK)[:num_rows]
 
 
 def _ffi_call(

@@ -22,7 +22,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32, product
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.gemm import block_product
+from jax_fp8gemm._primitives.gemm import block_product, k_blocks
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
@@ -92,9 +92,7 @@ def _reference(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: boo
     (m, t), n, (g,) = lhs.shape, rhs.shape[0], group_sizes.shape
     num_blocks = t // _BLOCK
     group = _group_of_blocks(group_sizes, num_blocks)
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    if is_2d1d:
-        lhs_scale = jnp.repeat(lhs_scale, _BLOCK, axis=0)[:m]
+    lhs, rhs = map(k_blocks, lax.optimization_barrier((lhs, rhs)))
 
     def promote(promoted, b):
         scaled = block_product(lhs, lhs_scale, rhs, rhs_scale, b, not is_2d1d)
