@@ -14,6 +14,7 @@
 #   PYTEST_FLAGS, DEMO_FLAGS  more arguments of pytest and of the example
 #   FUZZ, SEED   how many times the random calls of CI fuzz-ffi makes, and its seed
 #   WHEEL_PYTHONS, CHECK_PYTHONS  interpreters that wheels are made with, and tried with
+#   AARCH64_PYTHON  interpreter, 3.12 or newer, that the wheel for aarch64 is made with; empty: none
 #   JAX_SOURCE, CONFORMANCE_FLAGS  a checkout with JAX's tests; arguments of tests/conformance/run.py
 
 PYTHON ?= python3
@@ -29,6 +30,7 @@ CONFORMANCE_FLAGS ?=
 CONFORMANCE_VENV = .venv-conformance
 WHEEL_PYTHONS ?= python3.11 python3.12
 CHECK_PYTHONS ?= python3.11 python3.12 python3.13
+AARCH64_PYTHON ?= python3.12
 WHEEL_VENV = .venv-wheels
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -48,11 +50,15 @@ TEST_HARNESS = $(VENV)/bin/python -P -m pytest tests/runtime/test_ffi_harness.py
 GLIBC = 2.27
 PLATFORM = manylinux_$(subst .,_,$(GLIBC))_x86_64
 ZIG = $(abspath $(WHEEL_VENV))/bin/python-zig
-TARGET = -target x86_64-linux-gnu.$(GLIBC)
+# With the machine as argument.
+TARGET = -target $(1)-linux-gnu.$(GLIBC)
 WHEEL_ENV = CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" CXXFLAGS="-include stdio.h"
+AUDITWHEEL = PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --only-plat -w dist
+PRINT_REQUIRES = import tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 
 .PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance \
-  wheels check-wheels clean
+  wheels wheel-aarch64 check-wheels clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py $(DEMO_FLAGS)
@@ -101,11 +107,26 @@ wheels: $(WHEEL_VENV)/installed-wheels
 	rm -rf dist build/wheels
 	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
 	for python in $(WHEEL_PYTHONS); do \
-	  $(WHEEL_ENV) $$python -m pip wheel -q --no-deps -w build/wheels dist/*.tar.gz || exit 1; \
+	  $(call WHEEL_ENV,x86_64) $$python -m pip wheel -q --no-deps -w build/wheels dist/*.tar.gz || \
+	    exit 1; \
 	done
-	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) --only-plat \
-	  -w dist build/wheels/*.whl
+	$(AUDITWHEEL) --plat $(PLATFORM) build/wheels/*.whl
+	$(if $(AARCH64_PYTHON),$(MAKE) wheel-aarch64)
 	$(WHEEL_VENV)/bin/twine check --strict dist/*
+
+# From the source distribution in dist. Python runs on this machine, with jaxlib's headers and its
+# own, which are the same on every 64-bit Linux as far as the stable ABI goes. _PYTHON_HOST_PLATFORM
+# is for the tag alone: it would make pip take jaxlib for aarch64, so nothing is installed under it.
+# auditwheel knows the tags of its own machine by name, and finds others by itself.
+wheel-aarch64: $(WHEEL_VENV)/installed-wheels
+	rm -rf build/aarch64 && $(AARCH64_PYTHON) -m venv build/aarch64/venv
+	build/aarch64/venv/bin/python -c '$(PRINT_REQUIRES)' > build/aarch64/requires.txt
+	build/aarch64/venv/bin/python -m pip --disable-pip-version-check install -q --no-compile \
+	  -r build/aarch64/requires.txt cmake ninja
+	PATH="$(abspath build/aarch64/venv)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-aarch64 \
+	  $(call WHEEL_ENV,aarch64) python -m pip wheel -q --no-deps --no-build-isolation \
+	  -w build/aarch64 dist/*.tar.gz
+	$(AUDITWHEEL) --plat auto build/aarch64/*.whl
 
 # In an environment with the wheel of dist/, JAX, NVRTC and nothing else.
 check-wheels:
