@@ -207,6 +207,18 @@ def values_and_scale(x: ScaledArray) -> tuple[Any, Any]:
     return x.values, x.scale
 
 
+def without_twin(x: ScaledArray) -> ScaledArray:
+    """Returns `x` with its values stored, and not the transposed ones."""
+    return ScaledArray(*values_and_scale(x), None, x.block)
+
+
+def twin_of(x: ScaledArray) -> tuple[Any, Any] | None:
+    """Returns the transposed values and their scale, or None where they are not stored."""
+    if x.transposed is None:
+        return None
+    return x.transposed, x.scale if x.values is None else x.scale.mT
+
+
 def check_unquantised(op: str, name: str, x: object) -> None:
     """Raises TypeError unless `x` is an array of floats, which the op itself quantises."""
     if isinstance(x, ScaledArray):

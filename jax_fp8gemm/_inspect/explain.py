@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data.checks import short_type
 from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
+from jax_fp8gemm._primitives.define import without_twins
 from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
@@ -95,6 +96,7 @@ def _record(call: Call, reason: str | None) -> dict[str, Any]:
     path, op = site.path_and_op(call.stack, eqn)
     implementation = _implementation(eqn.params["implementation"], reason)
     operands, results = ([x.aval for x in xs] for xs in (eqn.invars, eqn.outvars))
+    operands = without_twins(operands, eqn.params.get("twin_of", ()))
     num_bytes = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
     config, flop, time_us = None, 0, cost.copy_time_us(num_bytes)
     if (product := _PRODUCTS.get(name)) is not None:

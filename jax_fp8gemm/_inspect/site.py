@@ -12,11 +12,12 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 _OWN = "fp8gemm_"
 _RECOMPUTED = "rematted_computation"
 PREFIX = "jax_fp8gemm_"
+_COMPUTE_NOTHING = (PREFIX + "whole",)
 
 
 def is_ours(eqn: Any) -> bool:
     """Returns whether the equation is a quantisation or a product of this package."""
-    return eqn.primitive.name.startswith(PREFIX)
+    return eqn.primitive.name.startswith(PREFIX) and eqn.primitive.name not in _COMPUTE_NOTHING
 
 
 def is_quantisation(eqn: Any) -> bool:

@@ -38,7 +38,7 @@ from jax_fp8gemm._ops.product_spec import (
 )
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
+from jax_fp8gemm._ops.weights import kept_and_transposed, transposed, without_gradient
 from jax_fp8gemm._primitives.gemm import gemm
 from jax_fp8gemm._primitives.quantize import rows_and_columns
 from jax_fp8gemm._sharding.explicit_axes import (
@@ -114,11 +114,10 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
         rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), column_block, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
+    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs)
     out_spec = spec.shardings.out
     out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
-    residuals = name_residual("lhs", lhs_residual), spec.kept_rhs(rhs_residual)
-    return name_residual("out", out), residuals
+    return name_residual("out", out), (name_residual("lhs", lhs_residual), kept_rhs)
 
 
 def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any]:

@@ -38,7 +38,7 @@ from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, name_residual, q
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import both_ways, transposed, without_gradient
+from jax_fp8gemm._ops.weights import both_ways, kept_and_transposed, transposed, without_gradient
 from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
@@ -74,10 +74,9 @@ def _product_fwd(
         rows, lhs_residual = rows_and_ragged_columns(lhs, *groups, column_block, **args)
     else:
         rows, lhs_residual = quantize(lhs, **args), None if spec.rhs_dtype is None else lhs
-    rhs_residual, rhs_transposed = both_ways(spec, spec.recipe.fwd, rhs)
+    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs)
     out = grouped_gemm_as(spec, spec.out_dtype, rows, rhs_transposed, *groups, spec.shardings.out)
-    kept = name_residual("lhs", lhs_residual), spec.kept_rhs(rhs_residual)
-    return name_residual("out", out), (*kept, groups)
+    return name_residual("out", out), (name_residual("lhs", lhs_residual), kept_rhs, groups)
 
 
 def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any, None]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._data.scaled_array import ScaledArray, without_twin
 from jax_fp8gemm._ops.scaled_checks import check_block, check_matrices, check_result
 from jax_fp8gemm._primitives.gemm import gemm
 
@@ -55,4 +55,4 @@ def scaled_matmul(
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = lhs.shape[0], rhs.shape[0]
     out_dtype = check_result(op, shape, out_dtype, implementation, accumulate_into)
-    return gemm(lhs, rhs, out_dtype, implementation, accumulate_into)
+    return gemm(lhs, without_twin(rhs), out_dtype, implementation, accumulate_into)

@@ -10,7 +10,7 @@ from jax_fp8gemm._data import arrays, checks, groups
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array, without_twin
 from jax_fp8gemm._ops.scaled_checks import check_block, check_result
 from jax_fp8gemm._primitives.grouped_gemm import UnusedRows, grouped_gemm
 
@@ -83,4 +83,4 @@ def scaled_ragged_dot(
     shape = *lhs.shape[:-1], rhs.shape[1]
     out_dtype = check_result(op, shape, out_dtype, implementation)
     how: dict[str, Any] = dict(implementation=implementation, unused_rows=unused_rows)
-    return grouped_gemm(lhs, rhs, *Groups.of_sizes(group_sizes), out_dtype, **how)
+    return grouped_gemm(lhs, without_twin(rhs), *Groups.of_sizes(group_sizes), out_dtype, **how)

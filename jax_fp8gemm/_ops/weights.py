@@ -17,7 +17,7 @@ from jax_fp8gemm._data.scaled_array import (
     ScaledArray,
     check_scaled_array,
     check_unquantised,
-    values_and_scale,
+    without_twin,
 )
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
@@ -103,7 +103,7 @@ def without_gradient(op: str, name: str, w: Weights) -> Weights:
 def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:
     """Returns the quantised transpose of `w`, the operand of a product without a gradient."""
     if not isinstance(w, jax.Array):
-        return _with_values(_quantised(w).T)
+        return without_twin(_quantised(w).T)
     return quantize_transposed(w, **quantize_args(spec, spec.recipe.fwd))
 
 
@@ -118,15 +118,24 @@ def both_ways(spec: ProductSpec, fmt: Format | None, w: Weights) -> tuple[Scaled
         w = quantize(w, block=spec.recipe.rhs_block, with_transpose=True, **args)
     w = _quantised(w)
     kept = None if w.values is not None else w.transposed
-    return ScaledArray(w.values, w.scale, kept, w.block), _with_values(w.T)
+    return ScaledArray(w.values, w.scale, kept, w.block), without_twin(w.T)
+
+
+def kept_and_transposed(spec: ProductSpec, w: Weights) -> tuple[ScaledArray, ScaledArray]:
+    """Returns `w` as the backward pass keeps it, and its transpose for the forward pass; quantised.
+
+    The transpose holds what is kept as its own transpose. So a mesh that gathers `w` for both
+    passes gathers what is kept, once.
+
+    NOTE: the forward pass must not read FP8 values under their name. Where jax.checkpoint saves a
+    named value that is read before too, JAX rounds it by reduce_precision, which takes e4m3fn for a
+    format with infinities and makes NaN of all above 240.
+    """
+    kept, turned = both_ways(spec, spec.recipe.fwd, w)
+    return spec.kept_rhs(kept), replace(turned, transposed=kept.values)
 
 
 def _quantised(w: QuantizedWeight | ScaledArray) -> ScaledArray:
     scaled = w.scaled if isinstance(w, QuantizedWeight) else w
     assert scaled is not None  # check_quantised_by
     return scaled
-
-
-def _with_values(w: ScaledArray) -> ScaledArray:
-    """Returns `w` with its values stored, so that no product has to transpose them."""
-    return ScaledArray(*values_and_scale(w), None, w.block)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -81,10 +82,12 @@ def define_primitive(
       shard_params: names of parameters that the shape rule, the reference, the emulation, the FFI
         call and the partition rule do not take.
     Returns:
-      bind(*operands, implementation, out_specs=None, **params) -> a list of results. out_specs
-      holds a PartitionSpec for each result and says how Explicit mesh axes cut it. None: the
-      partition rule derives them from the operands; without a rule the results are replicated. In
-      a shard_map all operands get the union of their varying manual axes.
+      bind(*operands, implementation, out_specs=None, twins={}, **params) -> a list of results.
+      out_specs holds a PartitionSpec for each result and says how Explicit mesh axes cut it. None:
+      the partition rule derives them from the operands; without a rule the results are replicated.
+      In a shard_map all operands get the union of their varying manual axes. twins holds, by the
+      index of an operand, the same array with its last two dimensions swapped, which a mesh moves
+      in its place (_sharding/twins.py). A shard_map and jax.vmap leave the twins out.
     """
     rules = _Rules(
         name,
@@ -98,8 +101,7 @@ def define_primitive(
         frozenset(shard_params),
     )
 
-    def bind(*operands, implementation, out_specs=None, **params):
-        run = partial(on_arrays.bind, implementation=implementation, **params)
+    def bind(*operands, implementation, out_specs=None, twins=MappingProxyType({}), **params):
         operands = match_varying(*(settle(rules.op, x) for x in operands))
         is_manual = any(jax.typeof(x).sharding.mesh.manual_axes for x in operands)
         if is_manual or partition_rule is None:
@@ -107,15 +109,19 @@ def define_primitive(
             run = partial(on_shards.bind, implementation=implementation, **params)
             results = run(*operands)
             return results if out_specs is None else list(map(reshard, results, out_specs))
+        twin_of = dict(twin_of=tuple(twins)) if twins else {}
+        run = partial(on_arrays.bind, implementation=implementation, **twin_of, **params)
+        arrays = *operands, *(settle(rules.op, x) for x in twins.values())
         if explicit_mesh(operands) is None:
-            return run(*operands)
+            return run(*arrays)
         if out_specs is None:
             own = rules.without_shard_params(params)
             results = shape_rule(*map(jax.typeof, operands), **own)
             out_specs = result_specs(partition_rule(*operands, **own), operands, results)
-        return with_auto_axes(run, operands, lambda: out_specs)
+        return with_auto_axes(run, arrays, lambda: out_specs)
 
-    def batch(operands, dims, **params):
+    def batch(operands, dims, twin_of=(), **params):
+        operands, dims = (without_twins(xs, twin_of) for xs in (operands, dims))
         operands = [replicate(rules.op, x) for x in operands]
         if batch_rule is not None:
             return batch_rule(operands, dims, **params)
@@ -167,7 +173,8 @@ class _Rules:
     def shared_emulation(self) -> Callable[..., Arrays]:
         return _shared(f"{self.op}_emulation", self.emulation)
 
-    def abstract_eval(self, *avals, implementation, **params):
+    def abstract_eval(self, *avals, implementation, twin_of=(), **params):
+        avals = without_twins(avals, twin_of)
         # NOTE: bind() makes all operands vary over the same axes, with one exception: a shard_map
         # without check_vma inside one with it. Nothing can be cast there, and the results of JAX's
         # own primitives vary over no axis.
@@ -179,15 +186,16 @@ class _Rules:
         params = self.without_shard_params(params)
         return mlir.lower_fun(partial(run, **params), multiple_results=True)(ctx, *operands)
 
-    def lower_arrays(self, run, ctx, *operands, **params):
+    def lower_arrays(self, run, ctx, *operands, twin_of=(), **params):
         assert self.partition_rule is not None
         _check_partitioner(self.op, ctx)
-        if _needs_devices is None:  # and there is one device
-            return self.lower_shards(run, ctx, *operands, **params)
         own = self.without_shard_params(params)
-        rule = self.partition_rule(*ctx.avals_in, **own)
+        if _needs_devices is None:  # and there is one device
+            alone = lambda *xs: run(*without_twins(xs, twin_of), **own)
+            return mlir.lower_fun(alone, multiple_results=True)(ctx, *operands)
+        rule = self.partition_rule(*without_twins(ctx.avals_in, twin_of), **own)
         local = self.run_shard and partial(self.run_shard, run, **params)
-        function = partitioned(partial(run, **own), rule, local)
+        function = partitioned(partial(run, **own), rule, local, twin_of)
         is_kernel = run == self.kernel
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
         # NOTE: in jax.ensure_compile_time_eval() JAX computes constants at once, as arrays, and
@@ -233,6 +241,11 @@ class _Rules:
             "have no useful tangents. Take no gradient of a gradient. Pass a product w itself "
             "rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
         )
+
+
+def without_twins(operands: Sequence[Any], twin_of: Sequence[int]) -> Sequence[Any]:
+    """Returns the operands of a primitive, or what belongs to each, without those of the twins."""
+    return operands[: len(operands) - len(twin_of)]
 
 
 def _shared(name: str, run: Callable[..., Arrays]) -> Callable[..., Arrays]:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
 from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
@@ -61,7 +61,8 @@ def gemm(
     Args:
       lhs: block (1, 128), or (128, 128) with an rhs of (1, 128).
       rhs: block (128, 128) or (1, 128). All its dimensions after the first are k. If there are
-        several, the last must consist of whole scale blocks.
+        several, the last must consist of whole scale blocks. Where `transposed` is stored, a mesh
+        that must move rhs moves that (_sharding/twins.py).
       out_dtype: bfloat16 or float32.
       accum: (..., n) f32 that the product is added to, or None.
       reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k.
@@ -80,7 +81,13 @@ def gemm(
     )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = None if out_spec is None else [out_spec]
-    return gemm_p(*operands, implementation=implementation, out_specs=out_specs, **params)[0]
+    how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
+    return gemm_p(*operands, twins=twins_of_rhs(rhs), **how, **params)[0]
+
+
+def twins_of_rhs(rhs: ScaledArray) -> dict[int, jax.Array]:
+    """Returns the twins of values and scale of rhs, the operands 2 and 3 of a product."""
+    return dict(enumerate(map(jnp.asarray, twin_of(rhs) or ()), 2))
 
 
 def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype):

@@ -25,7 +25,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32, product
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.gemm import reference
+from jax_fp8gemm._primitives.gemm import reference, twins_of_rhs
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
@@ -53,7 +53,8 @@ def grouped_gemm(
 
     Args:
       lhs: (m, k) or (g, max_m, k), block (1, 128).
-      rhs: (g, n, k), block (128, 128).
+      rhs: (g, n, k), block (128, 128). Where `transposed` is stored, a mesh that must move rhs
+        moves that (_sharding/twins.py).
       group_sizes: (g,) integers.
       first_row: (1,) int32, the row at which the first group starts.
       out_dtype: bfloat16 or float32.
@@ -71,7 +72,7 @@ def grouped_gemm(
     params = dict(**dtypes, unused_rows=unused_rows)
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
-    return grouped_gemm_p(*operands, **how, **params)[0]
+    return grouped_gemm_p(*operands, twins=twins_of_rhs(rhs), **how, **params)[0]
 
 
 def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, unused_rows):

@@ -39,6 +39,7 @@ from jax_fp8gemm._sharding.rule import (
     spec_of_axes,
     summed_axes,
 )
+from jax_fp8gemm._sharding.twins import place_twins, with_twins
 
 Arrays = Sequence[jax.Array]
 Types = Sequence[jax.ShapeDtypeStruct]
@@ -101,6 +102,7 @@ def partitioned(
     run: Callable[..., Arrays],
     rule: PartitionRule,
     run_shard: Callable[..., Arrays] | None = None,
+    twin_of: Sequence[int] = (),
 ) -> Callable[..., Arrays]:
     """Returns `run` for arrays that the compiler may shard; on one device it is `run` itself.
 
@@ -108,29 +110,32 @@ def partitioned(
       run: (*operands) -> results, on one device.
       rule: of operands and results.
       run_shard: (*operands, shards) -> results, on the Shards of a device; None: `run`.
+      twin_of: the operands that have twins (twins.py). The twins follow all operands.
     """
     num_operands = len(rule.operands)
+    num_read = num_operands + len(twin_of)
 
     def partition(mesh: Mesh, operands: Types, results: Types) -> Partition:
-        operands, copies = operands[:num_operands], operands[num_operands:]
+        operands, copies = operands[:num_read], operands[num_read:]
         if mesh.empty:  # shardings that no mesh describes
             mesh = Mesh(np.array(sorted_devices(operands[0].sharding)), ("devices",))
             operand_specs = result_specs = []
         else:
             operand_specs = [padded_spec(x) for x in operands]
             result_specs = [padded_spec(x) for x in results]
-        extents = extents_of(rule, operands, results)
+        extents = extents_of(rule, operands[:num_operands], results)
         axes = choose_axes(rule, extents, mesh.shape, operand_specs, result_specs)
         scattered = choose_scattered(rule, extents, mesh.shape, axes, result_specs)
         local = run
         if run_shard is not None and any(axes.values()):
             local = partial(run_shard, shards=Shards(rule, mesh.shape, axes, scattered))
         cut_result = {name: (*axes[name], *scattered.get(name, ())) for name in axes}
-        operand_shardings = [
+        needed = [
             NamedSharding(mesh, spec_of_axes(dims, axes if rule.contracts(dims) else cut_result))
             for dims in rule.operands
         ]
-        operand_shardings += operand_shardings[:1] * len(copies)
+        placed = place_twins(mesh, twin_of, operand_specs, needed)
+        operand_shardings = *placed.operands, *placed.twins, *needed[:1] * len(copies)
         result_shardings = [
             NamedSharding(mesh, spec_of_axes(dims, cut_result)) for dims in rule.results
         ]
@@ -138,15 +143,16 @@ def partitioned(
         def run_on_shards(*shards: jax.Array) -> Arrays:
             # NOTE: a caller's mesh with Explicit axes would have its shardings put on the shards.
             with jax.sharding.use_abstract_mesh(_NO_MESH):
-                return _without_source_lines(local(*shards[:num_operands]))
+                return _without_source_lines(local(*placed.chosen(shards)))
 
-        return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
+        return mesh, run_on_shards, result_shardings, operand_shardings
 
     def run_without_copies(*operands: jax.Array) -> Arrays:
         return run(*operands[:num_operands])
 
     function = custom_partitioning(run_without_copies)
-    function.def_partition(partition, sharding_rule=partial(_sharding_rule, rule))
+    shardy_rule = partial(_sharding_rule, with_twins(rule, twin_of))
+    function.def_partition(partition, sharding_rule=shardy_rule)
     num_copies = sum(len(sources) for sources in rule.following.values())
     return lambda *operands: function(*operands, *operands[:1] * num_copies)
 

@@ -36,7 +36,7 @@ from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
-from jax_fp8gemm._ops.weights import both_ways, transposed
+from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
 from jax_fp8gemm._primitives.gated import gated_grad
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
@@ -82,12 +82,9 @@ def weights_both_ways(
     specs: Specs, w_gate_up: Weights, w_down: Weights, biases: Biases | None
 ) -> tuple[Experts, Experts]:
     """Returns the weights for the backward pass, and transposed for the forward pass."""
-    into, down = specs.into, specs.down
-    fmt = into.recipe.fwd
-    pairs = both_ways(into, fmt, w_gate_up), both_ways(down, fmt, w_down)
-    kept, transposed = (Experts(*pair, biases) for pair in zip(*pairs, strict=True))
-    of_weights = into.kept_rhs(kept.gate_up), down.kept_rhs(kept.down)
-    return Experts(*of_weights, name_residual("rhs", biases)), transposed
+    pairs = kept_and_transposed(specs.into, w_gate_up), kept_and_transposed(specs.down, w_down)
+    kept, transposed = zip(*pairs, strict=True)
+    return Experts(*kept, name_residual("rhs", biases)), Experts(*transposed, biases)
 
 
 def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:

@@ -96,8 +96,7 @@ CUTS = {
         P(None, "x"),
         P("x"),
         sorted(
-            ["all-gather f8e4m3fn[4,512,512]", "all-gather f32[4,4,4]"] * 2
-            + weight_gradient(64, 512)
+            ["all-gather f8e4m3fn[4,512,512]", "all-gather f32[4,4,4]"] + weight_gradient(64, 512)
         ),
     ),
     "m and g": (

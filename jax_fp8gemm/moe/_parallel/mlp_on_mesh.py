@@ -1,7 +1,7 @@
 """expert_mlp_on_mesh: expert_mlp for arrays that a mesh cuts, outside any shard_map over its axes.
 
 Weights may be sharded along mesh axes that are not the experts', too. They are quantised where they
-live and gathered as FP8. Their gradients are added in the recipe's reduce_dtype.
+live and gathered as FP8, once for both passes. Their gradients are added in reduce_dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import type_of
+from jax_fp8gemm._primitives.whole import whole_matrices
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
@@ -53,6 +54,9 @@ def _fwd(
 ) -> tuple[jax.Array, tuple[Kept, Experts]]:
     x, indices, weights, w_gate_up, w_down, biases = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
+    implementation = spec.products.into.implementation
+    gate_up = whole_matrices(transposed.gate_up, implementation)
+    transposed = Experts(gate_up, whole_matrices(transposed.down, implementation), biases)
     tokens, experts = layout.tokens, layout.experts
     in_specs = tokens, tokens, tokens, experts
     # Without check_vma, because each device keeps residuals of its own even if they do not vary.
