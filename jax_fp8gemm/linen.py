@@ -130,8 +130,8 @@ class MoE(nn.Module):
       kernel_init: makes the matrices, those of experts one by one. Biases begin at zero.
       axes: mesh axes of a parameter by its name, as those of nn.with_partitioning:
         {"w_gate_up": ("expert", None, None)}.
-      options: of moe.moe_layer: recipe, implementation, expert_axis, exchange, parts,
-        capacity_factor, mesh.
+      options: of moe.moe_layer: recipe, implementation, gate_up_pieces, expert_axis, exchange,
+        parts, capacity_factor, mesh.
     """
 
     config: MoEConfig

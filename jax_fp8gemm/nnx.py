@@ -131,7 +131,7 @@ class SwiGLU(nnx.Module):
     Args:
       hidden: d, the features of the input and of the result.
       intermediate: f, the features of gate and of up.
-      activation: as for moe.moe_mlp.
+      activation, gate_up_pieces: as for moe.moe_mlp.
       dtype: that of x and of the result. None keeps that of x.
       param_dtype: that of the weights, bf16, f16 or f32.
       kernel_init: initialises both weights.
@@ -139,7 +139,7 @@ class SwiGLU(nnx.Module):
       w_gate_up_metadata, w_down_metadata: metadata of the parameters, as Flax's kernel_metadata.
       rngs: its stream `params` is drawn from.
     Attributes:
-      w_gate_up: nnx.Param (d, 2 f), gate | up.
+      w_gate_up: nnx.Param (d, 2 f), gate | up; in pieces if there are several.
       w_down: nnx.Param (f, d).
     """
 
@@ -149,6 +149,7 @@ class SwiGLU(nnx.Module):
         intermediate: int,
         *,
         activation: Activation = "silu",
+        gate_up_pieces: int = 1,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = _lecun_normal,
@@ -162,6 +163,7 @@ class SwiGLU(nnx.Module):
         self.w_gate_up = nnx.Param(init(hidden, 2 * intermediate), **w_gate_up_metadata)
         self.w_down = nnx.Param(init(intermediate, hidden), **w_down_metadata)
         self.activation: Activation = activation
+        self.gate_up_pieces = gate_up_pieces
         self.dtype = dtype
         self.recipe = recipe
         self.implementation: Implementation = implementation
@@ -173,6 +175,7 @@ class SwiGLU(nnx.Module):
             self.w_gate_up[...],
             self.w_down[...],
             activation=self.activation,
+            gate_up_pieces=self.gate_up_pieces,
             recipe=self.recipe,
             implementation=self.implementation,
         )
@@ -202,8 +205,8 @@ class MoE(nnx.Module):
       metadata: metadata of a parameter by its name, as Flax's kernel_metadata:
         {"w_gate_up": {"out_sharding": ("expert", None, None)}}.
       rngs: its stream `params` is drawn from.
-      options: of moe.moe_layer: recipe, implementation, expert_axis, exchange, parts,
-        capacity_factor, mesh.
+      options: of moe.moe_layer: recipe, implementation, gate_up_pieces, expert_axis, exchange,
+        parts, capacity_factor, mesh.
     Attributes:
       router, w_gate_up, ...: nnx.Param. moe.block.parameter_shapes(config) lists them. One of them,
         balance_bias, is a BalanceBias, which no gradient trains.

@@ -1,9 +1,13 @@
-"""gated, gated_grad: h = act(gate) * up of a gated MLP, and its gradient, in plain JAX and f32."""
+"""gated, gated_grad: h = act(gate) * up of a gated MLP, and its gradient, in plain JAX and f32.
+
+gate | up may be laid out in pieces, so that a mesh can cut it between features: of p pieces,
+[gate_0 | up_0 | gate_1 | up_1 | ...], number i has features i f / p to (i + 1) f / p - 1.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -14,7 +18,11 @@ from jax_fp8gemm._data.activation import Activation, ClampedSwiglu
 
 def gated(gate_up: jax.Array, activation: Activation = "silu") -> jax.Array:
     """Returns h, f32 (m, f), for gate_up (m, 2 f) = [gate, up]."""
-    gate, up = _halves(gate_up)
+    return activate(*halves(gate_up), activation)
+
+
+def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Returns act(gate) * up of f32 (m, f), or what the formula of the activation says."""
     if isinstance(activation, ClampedSwiglu):
         return _clamped_swiglu(activation, gate, up)
     return _ACTIVATIONS[activation](gate) * up
@@ -26,15 +34,34 @@ def gated_grad(gate_up: jax.Array, dh: jax.Array, activation: Activation = "silu
     if activation != "silu":
         function = partial(gated, activation=activation)
         return jax.vjp(function, gate_up.astype(jnp.float32))[1](dh)[0]
-    gate, up = _halves(gate_up)
+    gate, up = halves(gate_up)
     sigma = jax.nn.sigmoid(gate)
     silu = gate * sigma
     dgate = dh * up * (sigma + silu * (1 - sigma))
     return jnp.concatenate([dgate, dh * silu], axis=1)
 
 
-def _halves(gate_up: jax.Array) -> Sequence[jax.Array]:
-    return jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+def without_pieces(x: jax.Array, pieces: int, dim: int) -> jax.Array:
+    """Returns [gate | up] along this dimension, for `x` laid out in pieces."""
+    return _exchange(x, (pieces, 2), dim)
+
+
+def in_pieces(x: jax.Array, pieces: int, dim: int) -> jax.Array:
+    """Returns `x`, which is [gate | up] along this dimension, laid out in pieces."""
+    return _exchange(x, (2, pieces), dim)
+
+
+def _exchange(x: jax.Array, parts: tuple[int, int], dim: int) -> jax.Array:
+    if 1 in parts:
+        return x
+    divided = x.reshape(*x.shape[:dim], *parts, -1, *x.shape[dim + 1 :])
+    return divided.swapaxes(dim, dim + 1).reshape(x.shape)
+
+
+def halves(gate_up: jax.Array, pieces: int = 1) -> tuple[jax.Array, jax.Array]:
+    """Returns gate and up, f32 (m, f), of gate_up (m, 2 f), which is laid out in pieces."""
+    gate, up = jnp.split(without_pieces(gate_up.astype(jnp.float32), pieces, 1), 2, axis=1)
+    return gate, up
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:

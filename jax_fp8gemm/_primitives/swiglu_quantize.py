@@ -8,6 +8,10 @@ For gate_up (m, 2 f) = [gate, up] and the cotangent dh (m, f) of the result h (m
     dgate = (dh * up) * (sigma + silu * (1 - sigma))
     dup   = dh * silu
 
+gate_up and [dgate, dup] may be laid out in pieces (gated.py). h has its features in order, whatever
+the pieces. Kernels read and write one piece. Where a device has several, XLA sorts gate_up before
+and the FP8 results after: on a mesh make as many pieces as devices that the features are cut over.
+
 In spite of their names they take every gated activation: gated.py has the others in the place of
 silu. h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
 (quantize_ragged.py). They are never stored unquantised.
@@ -25,21 +29,18 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_fp8gemm._data import checks, groups
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._emulation import gated as emulated
-from jax_fp8gemm._primitives import modes
+from jax_fp8gemm._primitives import modes, swiglu_mesh
 from jax_fp8gemm._primitives.define import define_primitive
-from jax_fp8gemm._primitives.gated import gated, gated_grad
+from jax_fp8gemm._primitives.gated import gated, gated_grad, in_pieces, without_pieces
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
-from jax_fp8gemm._sharding.partition import Shards
-from jax_fp8gemm._sharding.rule import PartitionRule
 
 # The dtypes that a product returns.
 _INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -52,6 +53,7 @@ def swiglu_quantize(
     first_row: jax.Array,
     *,
     activation: Activation = "silu",
+    pieces: int = 1,
     with_columns: bool,
     column_block: tuple[int, int] = (1, SCALE_BLOCK),
     **args: Unpack[QuantizeArgs],
@@ -59,10 +61,11 @@ def swiglu_quantize(
     """Quantises h, computed from gate_up (m, 2 f).
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
-    None. activation says what h is. The other arguments are those of rows_and_ragged_columns.
+    None. activation says what h is, and pieces how gate_up is laid out: each has whole scale blocks
+    of features. The other arguments are those of rows_and_ragged_columns.
     """
     operands = gate_up, group_sizes, first_row
-    bind = partial(swiglu_quantize_p, activation=activation)
+    bind = partial(swiglu_quantize_p, activation=activation, pieces=pieces)
     mode = modes.of_columns(column_block, with_rows=True) if with_columns else "row"
     return _rows_and_columns(bind, operands, mode, args)
 
@@ -75,15 +78,16 @@ def swiglu_grad_quantize(
     first_row: jax.Array,
     *,
     activation: Activation = "silu",
+    pieces: int = 1,
     with_columns: bool,
     **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray | None]:
     """Quantises [dgate, dup], computed from gate_up (m, 2 f) and dh (m, f).
 
-    Returns rows (m, 2 f) and columns (2 f, t), as swiglu_quantize does.
+    Returns rows (m, 2 f) and columns (2 f, t), as swiglu_quantize does, in the pieces of gate_up.
     """
     operands = gate_up, dh, group_sizes, first_row
-    bind = partial(swiglu_grad_quantize_p, activation=activation)
+    bind = partial(swiglu_grad_quantize_p, activation=activation, pieces=pieces)
     return _rows_and_columns(bind, operands, "row_column" if with_columns else "row", args)
 
 
@@ -98,7 +102,13 @@ def _rows_and_columns(
 
 
 def _shape_rule(
-    op: str, *operands, mode: str, e5m2: bool, pow2_scale: bool, activation: Activation
+    op: str,
+    *operands,
+    mode: str,
+    e5m2: bool,
+    pow2_scale: bool,
+    activation: Activation,
+    pieces: int = 1,
 ):
     """The operands are gate_up, for the gradient dh, group_sizes and first_row."""
     gate_up, *dh, group_sizes, _ = operands
@@ -116,6 +126,17 @@ def _shape_rule(
     return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
 
 
+def _on_pieces(run: Callable[..., Sequence[jax.Array]], *operands, pieces: int, **params):
+    """Runs `run`, which reads [gate | up], on a gate_up that is laid out in pieces."""
+    gate_up, *others = operands
+    results = run(without_pieces(gate_up, pieces, 1), *others, **params)
+    if len(operands) == 3:
+        return results
+    rows, columns = modes.split(params["mode"])
+    dims = [1, 1] * (rows is not None) + [0, 0] * (columns is not None)
+    return [in_pieces(x, pieces, dim) for x, dim in zip(results, dims, strict=True)]
+
+
 def _reference(function: Callable[..., jax.Array], *operands, activation: Activation, **params):
     *arrays, group_sizes, first_row = operands
     return reference(function(*arrays, activation), group_sizes, first_row, **params)
@@ -129,39 +150,8 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
     return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
 
 
-def _partition_rule(*operands, mode: str, **params) -> PartitionRule:
-    """Rows stay on their device. Columns are cut so that gate and up of a feature stay together."""
-    is_grad = len(operands) == 4
-    rows, columns = modes.split(mode)
-    row_dims, column_dims = ("t w", "w tokens") if is_grad else ("t f", "c tokens")
-    return PartitionRule(
-        ("t w", *["t f"] * is_grad, "sizes", "first"),
-        (row_dims,) * (2 if rows else 0) + (column_dims,) * (2 if columns else 0),
-        {"c": SCALE_BLOCK} if modes.has_square_columns(mode) else {},
-        uncut=("w", "f", "sizes", "first", "tokens"),
-        following={} if is_grad or not columns else {"c": ("t",)},
-    )
-
-
-def _run_shard(run, *operands, shards: Shards, mode: str, **params):
-    """Computes columns from all tokens: devices exchange tokens for features of gate, up and dh."""
-    of_rows, of_columns = modes.split(mode)
-    if of_columns is None:
-        return run(*operands, mode=mode, **params)
-    gate_up, *dh, group_sizes, first_row = operands
-    rows = run(*operands, mode=of_rows, **params) if of_rows else []
-    halves = gate_up.reshape(gate_up.shape[0], 2, gate_up.shape[1] // 2)
-    axes = shards.axes["t"] if dh else shards.axes["c"]
-    axes = axes if halves.shape[2] % shards.count("t") == 0 else ()
-    halves = shards.move(halves, "t", 2, axes)
-    gate_up = halves.reshape(halves.shape[0], 2 * halves.shape[2])
-    dh = [shards.move(x, "t", 1, axes) for x in dh]
-    columns = run(gate_up, *dh, group_sizes, first_row, mode=of_columns, **params)
-    if dh and axes:  # dgate and dup of a feature are no neighbours in the result, so gather both
-        halves = [x.reshape(2, x.shape[0] // 2, x.shape[1]) for x in columns]
-        halves = [lax.all_gather(x, axes, axis=1, tiled=True) for x in halves]
-        columns = [x.reshape(-1, x.shape[2]) for x in halves]
-    return [*rows, *columns]
+def _of_pieces(run, *args) -> Callable[..., Sequence[jax.Array]]:
+    return partial(_on_pieces, partial(run, *args))
 
 
 def _define(
@@ -173,12 +163,12 @@ def _define(
     return define_primitive(
         target,
         shape_rule=partial(_shape_rule, target.removeprefix("jax_fp8gemm_")),
-        reference=partial(_reference, function),
-        ffi_call=partial(_ffi_call, target, source, function),
-        emulation=partial(_reference, emulated_function),
+        reference=_of_pieces(_reference, function),
+        ffi_call=_of_pieces(_ffi_call, target, source, function),
+        emulation=_of_pieces(_reference, emulated_function),
         dce_rule=keep_used_axes,
-        partition_rule=_partition_rule,
-        run_shard=_run_shard,
+        partition_rule=swiglu_mesh.partition_rule,
+        run_shard=swiglu_mesh.run_shard,
     )
 
 

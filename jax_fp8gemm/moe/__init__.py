@@ -15,4 +15,6 @@ from jax_fp8gemm.moe._mlp import moe_mlp as moe_mlp
 from jax_fp8gemm.moe._moe_layer import moe_layer as moe_layer
 from jax_fp8gemm.moe._permute import permute as permute
 from jax_fp8gemm.moe._permute import unpermute as unpermute
+from jax_fp8gemm.moe._pieces import gate_up_from_pieces as gate_up_from_pieces
+from jax_fp8gemm.moe._pieces import gate_up_to_pieces as gate_up_to_pieces
 from jax_fp8gemm.moe._route import route as route

@@ -27,6 +27,7 @@ def gated_mlp(
     w_down: Float[Array, "f d"] | QuantizedWeight | ScaledArray,
     *,
     activation: Activation = "silu",
+    gate_up_pieces: int = 1,
     recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch d"]:
@@ -37,7 +38,7 @@ def gated_mlp(
     Args:
       x: (..., d) bf16, f16 or f32.
       w_gate_up: (d, 2 f), gate | up, and w_down: (f, d), like x or quantised, as for moe_mlp.
-      activation, recipe, implementation: as for moe_mlp.
+      activation, gate_up_pieces, recipe, implementation: as for moe_mlp.
     Returns:
       (..., d) array of the dtype of x.
     Raises:
@@ -58,6 +59,7 @@ def gated_mlp(
         w_down,
         sizes,
         activation=activation,
+        gate_up_pieces=gate_up_pieces,
         recipe=recipe,
         implementation=implementation,
     )

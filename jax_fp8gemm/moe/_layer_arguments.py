@@ -16,6 +16,7 @@ from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._options import OP
 from jax_fp8gemm.moe._parallel.parts import NUMBERS
+from jax_fp8gemm.moe._pieces import check_pieces
 from jax_fp8gemm.moe._routing import Routing, as_top_k, check_bias, check_types, fit
 
 
@@ -58,6 +59,21 @@ def check_mesh(expert_axis: Any, exchange: Any, parts: Any, mesh: Any) -> None:
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
         raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")
+
+
+def check_layer_pieces(
+    pieces: Any, expert_axis: Any, w_gate_up: Any, shared: tuple[Any, Any] | None
+) -> int:
+    """Returns gate_up_pieces; raises unless it fits the weights and goes with expert_axis."""
+    checked = check_pieces(OP, "w_gate_up", w_gate_up, pieces)
+    if shared is not None:
+        check_pieces(OP, "shared_expert[0]", shared[0], pieces)
+    if expert_axis is not None and checked != 1:
+        raise ValueError(
+            f"{OP}: gate_up_pieces must be 1 with expert_axis; got {checked}. In a shard_map over "
+            "an axis of as many devices, each device has one piece, which is gate | up."
+        )
+    return checked
 
 
 def fit_routing(

@@ -45,7 +45,8 @@ def local_layer(
     x, w_gate_up, w_down = operands.x, operands.w_gate_up, operands.w_down
     recipe, implementation = options.recipe, options.implementation
     check_num_experts(OP, w_gate_up.shape[0], w_gate_up)
-    specs = make_specs(OP, x, w_gate_up, w_down, recipe, implementation, options.activation)
+    how = options.activation, options.gate_up_pieces
+    specs = make_specs(OP, x, w_gate_up, w_down, recipe, implementation, *how)
     if not recipe.is_fused:
         return _unfused_layer(options, operands, max_rows)
     operands = _settled(operands)

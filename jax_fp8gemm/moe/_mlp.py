@@ -5,11 +5,13 @@ _mlp_products.py says what is computed, and in which format.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data import groups as _groups
@@ -25,9 +27,10 @@ from jax_fp8gemm._ops.product_spec import (
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import unquantised
-from jax_fp8gemm._primitives.gated import gated
-from jax_fp8gemm._sharding.explicit_axes import reshard
+from jax_fp8gemm._primitives.gated import activate, halves
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm._sharding.rule import padded_spec
 from jax_fp8gemm.moe._biases import add_bias, check_biases
 from jax_fp8gemm.moe._fused_mlp import fused_mlp
 from jax_fp8gemm.moe._mlp_specs import (
@@ -37,6 +40,7 @@ from jax_fp8gemm.moe._mlp_specs import (
     with_operand_shardings,
 )
 from jax_fp8gemm.moe._operands import MlpOperands, without_gradients
+from jax_fp8gemm.moe._pieces import check_pieces
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -54,6 +58,7 @@ def moe_mlp(
     *,
     biases: tuple[Float[Array, "g two_f"], Float[Array, "g d"]] | None = None,
     activation: Activation = "silu",
+    gate_up_pieces: int = 1,
     recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
 ) -> Float[Array, "m d"]:
@@ -77,6 +82,10 @@ def moe_mlp(
         more. Their gradients are f32 sums over the rows of each group.
       activation: what act is: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu);
         or a ClampedSwiglu, whose formula takes the place of act(gate) * up.
+      gate_up_pieces: the number of pieces that the columns of w_gate_up, and of its bias, are laid
+        out in (gate_up_to_pieces); f / gate_up_pieces must be a multiple of 128. A mesh axis whose
+        size divides it may cut these columns, and the rows of w_down: then only the results are
+        added up, and dx. With 1 gate | up is gathered.
       recipe: the formats and scale blocks. BF16 stands for jax.lax.ragged_dot in the dtype of x.
         With wgrad="bf16", activations are stored unquantised, as two calls of ragged_dot do.
       implementation: as for ragged_dot.
@@ -101,15 +110,16 @@ def moe_mlp(
     check_num_experts(_OP, w_gate_up.shape[0], w_gate_up)
     check_activation(_OP, activation)
     both = check_biases(_OP, biases, w_gate_up, w_down)
+    pieces = check_pieces(_OP, "w_gate_up", w_gate_up, gate_up_pieces)
     recipe = check_recipe(_OP, recipe)
-    specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation, activation)
+    specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation, activation, pieces)
     w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
     operands = (x, w_gate_up, w_down, both)
     x, w_gate_up, w_down, both = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
     groups = _groups.Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
     operands = MlpOperands(*match_varying(x, w_gate_up, w_down, both, groups))
     if not recipe.is_fused:
-        return _unfused_mlp(recipe, implementation, activation, operands)
+        return _unfused_mlp(recipe, implementation, activation, pieces, operands)
     specs = with_operand_shardings(specs, *operands[:3])
     return reverse_mode(_OP, partial(fused_mlp, specs), operands)
 
@@ -129,6 +139,7 @@ def _unfused_mlp(
     recipe: Recipe,
     implementation: Implementation,
     activation: Activation,
+    pieces: int,
     operands: MlpOperands,
 ) -> jax.Array:
     """Computes moe_mlp by two calls of ragged_dot, which stores activations unquantised."""
@@ -145,10 +156,28 @@ def _unfused_mlp(
         recipe=recipe,
         implementation=implementation,
     )
-    # No Explicit axis cuts columns, so the gate and up of a feature lie on the same device.
-    gate_up = replicate(_OP, product(x, w_gate_up), from_dim=1)
+    gate_up = product(x, w_gate_up)
+    gate_up_spec = _spec_of_whole_features(gate_up, pieces)
+    gate_up = reshard(gate_up, gate_up_spec)
     if biases is not None:
         gate_up = add_bias(gate_up, biases.gate_up, groups)
-    h = gated(gate_up, activation).astype(x.dtype)
-    out = reshard(product(h, w_down), jax.typeof(x).sharding.spec)
+    of_features = lambda: (gate_up_spec, gate_up_spec)
+    gate, up = with_auto_axes(partial(halves, pieces=pieces), [gate_up], of_features)
+    h = activate(gate, up, activation).astype(x.dtype)
+    rows_spec, mesh = jax.typeof(x).sharding.spec, explicit_mesh([h])
+    out_sharding = None if mesh is None else NamedSharding(mesh, rows_spec)
+    out = reshard(product(h, w_down, out_sharding=out_sharding), rows_spec)
     return out if biases is None else add_bias(out, biases.down, groups)
+
+
+def _spec_of_whole_features(gate_up: jax.Array, pieces: int) -> PartitionSpec | None:
+    """Returns how Explicit axes cut gate_up (m, 2 f) so that no device has half a feature alone.
+
+    They may cut its columns between pieces. None where no axis is Explicit.
+    """
+    mesh = explicit_mesh([gate_up])
+    if mesh is None:
+        return None
+    rows, axes = padded_spec(jax.typeof(gate_up))
+    is_between = pieces % math.prod(mesh.shape[axis] for axis in axes) == 0
+    return PartitionSpec(rows or None, axes if axes and is_between else None)

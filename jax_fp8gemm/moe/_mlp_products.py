@@ -37,7 +37,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
-from jax_fp8gemm._primitives.gated import gated_grad
+from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm.moe._biases import Biases, add_bias, as_biases, sum_of_groups
@@ -99,9 +99,11 @@ def down_product(
     """Returns out (m, d), by transposed weights, and if with_columns the columns of h."""
     down = specs.down
     args = quantize_args(down, down.recipe.fwd)
-    activation = specs.activation
+    activation, pieces = specs.activation, specs.pieces
     how: dict[str, Any] = dict(with_columns=with_columns, column_block=down.recipe.wgrad_lhs_block)
-    h, h_columns = swiglu_quantize(gate_up, *groups, activation=activation, **how, **args)
+    h, h_columns = swiglu_quantize(
+        gate_up, *groups, activation=activation, pieces=pieces, **how, **args
+    )
     out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
     return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
 
@@ -118,9 +120,10 @@ def row_gradient(
     """Returns dx (m, d), and the columns of da if w_gate_up has a gradient."""
     into = specs.into
     args = quantize_args(into, into.recipe.bwd)
-    activation, with_columns = specs.activation, into.rhs_dtype is not None
+    how: dict[str, Any] = dict(activation=specs.activation, pieces=specs.pieces)
+    with_columns = into.rhs_dtype is not None
     da, da_columns = swiglu_grad_quantize(
-        gate_up, dh, *groups, activation=activation, with_columns=with_columns, **args
+        gate_up, dh, *groups, with_columns=with_columns, **how, **args
     )
     with jax.named_scope("dlhs"):
         dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
@@ -151,7 +154,8 @@ def bias_gradients(
     """Returns the f32 gradients of the biases, from the rows of dout (m, d)."""
 
     def run(gate_up: jax.Array, dh: jax.Array, dout: jax.Array, groups: Groups):
-        da = gated_grad(gate_up, dh, specs.activation)
+        halves = without_pieces(gate_up, specs.pieces, 1)
+        da = in_pieces(gated_grad(halves, dh, specs.activation), specs.pieces, 1)
         return sum_of_groups(da, groups), sum_of_groups(dout, groups)
 
     whole = lambda: (PartitionSpec(), PartitionSpec())

@@ -28,12 +28,14 @@ class Specs(NamedTuple):
     """The specs of the products with w_gate_up (`into`) and w_down (`down`), and the activation.
 
     Both have the same recipe and implementation. A spec whose rhs_dtype is None belongs to weights
-    that are quantised already and have no gradient.
+    that are quantised already and have no gradient. pieces: how the columns of w_gate_up are laid
+    out (_primitives/gated.py).
     """
 
     into: ProductSpec
     down: ProductSpec
     activation: Activation
+    pieces: int = 1
 
     def gradients_of_weights(self, dw_gate_up: Any, dw_down: Any) -> tuple[Any, Any]:
         """Returns the arrays, or None, as the gradients of what the weights are."""
@@ -78,6 +80,7 @@ def make_specs(
     recipe: Recipe,
     implementation: Implementation,
     activation: Activation,
+    pieces: int = 1,
 ) -> Specs:
     """Returns the specs for rows x (m, d), and checks the recipe and the implementation."""
     weight = lambda w: None if isinstance(w, ScaledArray) else w
@@ -90,7 +93,7 @@ def make_specs(
         raise NotImplementedError(
             f"{op}: batch_invariant must go with an FP8 fwd and wgrad='fp8'; got {recipe}"
         )
-    return Specs(into, down, activation)
+    return Specs(into, down, activation, pieces)
 
 
 def with_operand_shardings(
@@ -100,8 +103,5 @@ def with_operand_shardings(
     if explicit_mesh((x, w_gate_up, w_down)) is None:
         return specs
     spec = jax.typeof(x).sharding.spec
-    return Specs(
-        with_shardings(specs.into, x, w_gate_up, spec),
-        with_shardings(specs.down, x, w_down, spec),
-        specs.activation,
-    )
+    into = with_shardings(specs.into, x, w_gate_up, spec)
+    return specs._replace(into=into, down=with_shardings(specs.down, x, w_down, spec))

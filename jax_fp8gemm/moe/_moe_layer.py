@@ -21,6 +21,7 @@ from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import settle
 from jax_fp8gemm.moe._biases import check_biases
 from jax_fp8gemm.moe._layer_arguments import (
+    check_layer_pieces,
     check_mesh,
     check_options,
     fit_routing,
@@ -106,6 +107,7 @@ def moe_layer(
     | None = None,
     recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
+    gate_up_pieces: int = 1,
     expert_axis: AxisName | None = None,
     exchange: Name | NamePair | None = None,
     parts: NumParts | None = 1,
@@ -125,6 +127,8 @@ def moe_layer(
       scoring, normalize, bias, n_group, topk_group, scale: as for route. They go with logits only.
       return_load: whether to return the load too.
       biases, activation, recipe, implementation: as for moe_mlp. Biases are cut as the experts are.
+      gate_up_pieces: as for moe_mlp; that of the shared expert, too. It goes without expert_axis:
+        in a shard_map over an axis that cuts features, each device has a gate | up of its own.
       shared_expert: None, or (w_gate_up (d, 2 f), w_down (f, d)): the weights of an MLP with the
         same activation and no biases, whose result for every token is added (DeepSeek-V3). f may
         differ from that of the other experts. Otherwise they are as w_gate_up and w_down. Over
@@ -179,12 +183,21 @@ def moe_layer(
     router = fold_router(router, x, top_k)
     both = check_biases(OP, biases, w_gate_up, w_down)
     shared = check_shared_expert(shared_expert, tokens)
+    pieces = check_layer_pieces(gate_up_pieces, expert_axis, w_gate_up, shared)
     top_k, routing, bias = fit_routing(router, top_k, routing, bias)
     check_top_k(OP, top_k, x)
     num_columns = tokens.shape[0] * top_k + 127 * w_gate_up.shape[0]
     checks.check_count(OP, "tokens * top_k + 127 num_experts", num_columns, x)
     options = LayerOptions(
-        top_k, routing, return_load, capacity_factor, parts, recipe, implementation, activation
+        top_k,
+        routing,
+        return_load,
+        capacity_factor,
+        parts,
+        recipe,
+        implementation,
+        activation,
+        pieces,
     )
     run = partial(_run, options, expert_axis, exchange, mesh)
     if recipe.is_fused:

@@ -33,11 +33,12 @@ class LayerOptions:
     recipe: Recipe
     implementation: Implementation
     activation: Activation
+    gate_up_pieces: int = 1
 
     @property
     def of_mlp(self) -> dict[str, Any]:
         """The arguments of moe_mlp and gated_mlp beside the arrays."""
-        names = "activation", "recipe", "implementation"
+        names = "activation", "gate_up_pieces", "recipe", "implementation"
         return {name: getattr(self, name) for name in names}
 
     def choose(

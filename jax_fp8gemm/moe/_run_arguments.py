@@ -18,6 +18,7 @@ class RunArguments(TypedDict, total=False):
 
     recipe: Recipe | str
     implementation: Implementation
+    gate_up_pieces: int
     expert_axis: AxisName | None
     exchange: Name | NamePair | None
     parts: NumParts | None

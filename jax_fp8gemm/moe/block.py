@@ -87,7 +87,7 @@ def apply_block(
         ScaledArrays or, in training, QuantizedWeights.
       x: (..., d) bf16, f16 or f32: the tokens.
       return_load: whether to return the load too, as moe_layer does.
-      options: of moe_layer: recipe, implementation, expert_axis, exchange, parts,
+      options: of moe_layer: recipe, implementation, gate_up_pieces, expert_axis, exchange, parts,
         capacity_factor, mesh.
     Returns:
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
@@ -143,7 +143,7 @@ def _weighing_tokens(
     out = moe_layer(weighed, router, *experts, **how)
     if shared is None:
         return out
-    of_mlp = ("activation", "recipe", "implementation")
+    of_mlp = ("activation", "recipe", "implementation", "gate_up_pieces")
     added = gated_mlp(x, *shared, **{name: how[name] for name in of_mlp if name in how})
     add = add_rounded if is_invariant else jnp.add
     return (add(out[0], added), out[1]) if isinstance(out, tuple) else add(out, added)
