@@ -81,7 +81,8 @@ def train(options: Options) -> bool:
         last = min(options.steps, options.stop_after or options.steps)
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)
-            about |= dict(device=jax.devices()[0].device_kind, peak_bytes=code.peak_bytes())
+            about |= dict(device=jax.devices()[0].device_kind, devices=code.num_devices)
+            about |= dict(peak_bytes=code.peak_bytes())  # of each device
             metrics.write("start", first, recipe=repr(options.recipe), **about)
             for step in tqdm(range(first, last), initial=first, total=last, disable=None):
                 if time.time() > options.deadline:
@@ -96,19 +97,20 @@ def train(options: Options) -> bool:
             if last > first:
                 _save(checkpoints, last, state, identity)
             kind = "end" if last == options.steps else "stop"
-            metrics.write(kind, last, state=digest(state))
+            metrics.write(kind, last, state=digest(state), **metrics.speed())
     return last == options.steps
 
 
 def _take(code: Program, state: State, text: Text, step: int, flop: float, metrics) -> State:
-    """Takes one step and writes its metrics."""
+    """Takes one step and writes its metrics: tokens of all devices, TFLOPS of each."""
     batch = text.at(step)
     start = time.perf_counter()
     state, found = code.step(state, code.place(batch))
     found = {name: float(x) for name, x in found.items()}  # waits for the step
     seconds = time.perf_counter() - start
     tokens = batch.shape[0] * (batch.shape[1] - 1)
-    speed = dict(tokens_per_s=tokens / seconds, tflops=flop * tokens / seconds / 1e12)
+    of_device = flop * tokens / seconds / code.num_devices
+    speed = dict(tokens_per_s=tokens / seconds, tflops=of_device / 1e12)
     # Two runs with equal checksums of a step saw the same bytes.
     seen = dict(batch=hashlib.sha256(batch.tobytes()).hexdigest()[:16], rate=float(code.rate(step)))
     metrics.write("step", step + 1, **found, **speed, **seen, seconds=seconds)
@@ -135,6 +137,7 @@ class Metrics:
     def __init__(self, path: pathlib.Path, step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read(path) if line["step"] <= step and line["kind"] != "stop"]
+        self.speeds: list[tuple[float, float]] = []
         self.file = path.open("w")
         for line in kept:
             self.file.write(json.dumps(line) + "\n")
@@ -149,9 +152,18 @@ class Metrics:
         """Writes one line, which has the kind, the number of steps taken, and the values."""
         self.file.write(json.dumps(dict(kind=kind, step=step, **values)) + "\n")
         self.file.flush()
+        if kind == "step":
+            self.speeds.append((values["tokens_per_s"], values["tflops"]))
         if kind in ("start", "evaluation", "end", "stop"):
             values.pop("state", None)
             tqdm.write(f"{kind} {step}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+
+    def speed(self) -> dict[str, float]:
+        """Returns the medians of the steps that this process took; nothing if it took none."""
+        if not self.speeds:
+            return {}
+        tokens_per_s, tflops = np.median(self.speeds, axis=0)
+        return dict(tokens_per_s=float(tokens_per_s), tflops=float(tflops))
 
 
 def read(path: pathlib.Path) -> Iterator[dict]:

@@ -32,7 +32,7 @@ def summary(folder: pathlib.Path) -> str:
     if BASE not in runs:
         raise FileNotFoundError(f"summary: no run {BASE}-SEED that ended below {folder}")
     gaps = ["| recipe | seeds | loss | gap | of the loss | held-out gap |", "|" + " --- |" * 6]
-    costs = ["| recipe | tokens a second | TFLOPS | peak GB |", "|" + " --- |" * 4]
+    costs = ["| recipe | tokens a second | TFLOPS a device | peak GB |", "|" + " --- |" * 4]
     for name, seeds in runs.items():
         gaps.append(_gap(name, seeds, runs[BASE]))
         middle = lambda x, of=seeds: np.median([getattr(run, x) for run in of.values()])

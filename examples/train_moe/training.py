@@ -48,6 +48,7 @@ class Program:
         quantizes_once: bool = True,
     ):
         self.mesh, self.micro_batches = mesh, micro_batches
+        self.num_devices = 1 if mesh is None else mesh.size
         self.quantizes_once = quantizes_once and isinstance(recipe, Recipe)  # not a control
         one = SingleDeviceSharding(jax.devices()[0])
         self.axes = one if mesh is None else NamedSharding(mesh, P(("fsdp", "expert")))

@@ -111,8 +111,14 @@ def test_another_seed_sees_other_batches(run, whole, tmp_path):
     np.testing.assert_array_equal(first.to_evaluate(2), other.to_evaluate(2))
 
 
-def test_it_trains_alike_on_a_mesh_and_without_micro_batches(run, whole, tmp_path):
+def test_it_trains_alike_on_a_mesh_and_without_micro_batches(run, whole, tmp_path, capsys):
     run("train", "--out", tmp_path, *SIZES, "--stop-after", "2", "--mesh", "fsdp=2,expert=4")
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in ("tokens_per_s", "tflops", "peak_bytes"))
+    # Tokens are those of all eight devices, TFLOPS those of each.
+    (start,), (stop,) = lines(tmp_path, "start"), lines(tmp_path, "stop")
+    flop = start["flop_per_token"]
+    assert stop["tflops"] * 8e12 == pytest.approx(flop * stop["tokens_per_s"], rel=1e-9)
     assert column(tmp_path, "batch") == column(whole, "batch")[:2]
     # Tokens travel with scales that are powers of two, so a loss moves as by another recipe. A
     # batch is one part here and two there, so the gradients of parts add up to that of the batch.
