@@ -29,7 +29,7 @@ class Stack:
 
     Attributes:
       tokens: of each GPU.
-      loop: "unrolled", or "scan" over layers.
+      loop: "unrolled", "scan" over layers, or "scan by 2": two layers in each step of the loop.
       sums: the Recipe's reduce_dtype, in which our gradients are added.
     """
 
@@ -54,7 +54,7 @@ class Stack:
 
 STACKS = tuple(
     Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop, sums)
-    for loop in ("unrolled", "scan")
+    for loop in ("unrolled", "scan", "scan by 2")
     for tokens in (8192, 4096)
     for sums in ("f32", "bf16")
 )
@@ -93,17 +93,21 @@ def fsdp_call(stack: Stack, product: Product) -> Call:
         # Without, XLA moves activations as well: weights and rows are sharded over the same axis.
         return jax.lax.with_sharding_constraint(product(x, w), rows)
 
-    step = functools.partial(train, functools.partial(_loss, product_of_rows))
+    unroll = 2 if stack.loop == "scan by 2" else 1
+    step = functools.partial(train, functools.partial(_loss, product_of_rows, unroll))
     return step_call(step, *_operands(stack))
 
 
-def _loss(product: Product, weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+def _loss(
+    product: Product, unroll: int, weights: Any, x: jax.Array, target: jax.Array
+) -> jax.Array:
     layer = functools.partial(_layer, product)
     if isinstance(weights[0], Sequence):
         for of_layer in zip(*weights, strict=True):
             x = layer(x, of_layer)
     else:
-        x, _ = jax.lax.scan(lambda x, of_layer: (layer(x, of_layer), None), x, tuple(weights))
+        step = lambda x, of_layer: (layer(x, of_layer), None)
+        x, _ = jax.lax.scan(step, x, tuple(weights), unroll=unroll)
     return jnp.mean((x - target).astype(jnp.float32) ** 2)
 
 
@@ -118,7 +122,7 @@ def _layer(product: Product, x: jax.Array, weights: Any) -> jax.Array:
 def _operands(stack: Stack) -> tuple[State, jax.Array, jax.Array]:
     """State, tokens and target, each made where it lives."""
     s, mesh = stack, local_mesh()
-    is_stacked = s.loop == "scan"
+    is_stacked = s.loop != "unrolled"
     shapes = [(s.hidden, s.inter), (s.hidden, s.inter), (s.inter, s.hidden)]
 
     def draw(seed: int, shape: tuple[int, ...], scale: float) -> jax.Array:
