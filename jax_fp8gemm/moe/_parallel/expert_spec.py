@@ -85,7 +85,7 @@ def part_exchanges(
             max_slots = None if options.recipe.is_fused else tokens
         if isinstance(name, tuple):
             host_share = options.routing.share_of_part(sizes[0])
-            both = (axes[0], axes[1]), (sizes[0], sizes[1])
+            both = (axes[0], axes[-1]), (sizes[0], sizes[-1])  # a pair goes with two axes
             return make_hierarchy(name, *both, tokens, options.top_k, max_slots, host_share)
         return make_exchange(name, axis, size, tokens, options.top_k, max_slots)
 
