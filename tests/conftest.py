@@ -73,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=fault))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a failure at once: a run on a GPU may be cut off before pytest sums up."""
+    if report.failed:
+        print(f"\nfailed: {report.nodeid} ({report.when})", flush=True)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay
 
