@@ -1,4 +1,4 @@
-"""whole_p: quantised matrices (g, n, k), and their scales, of which no device has a part alone.
+"""whole_p: gives every device whole matrices (g, n, k), quantised, with their scales.
 
 It computes nothing. A mesh may cut g, so each device has whole matrices afterwards. With twins
 (_sharding/twins.py) a mesh that has to gather them gathers the twins, and transposes those.

@@ -153,7 +153,7 @@ def test_the_faster_exchange_in_one_host_is_that_of_the_layer(p):
 
 
 def test_exchange_along_hosts_and_their_devices():
-    """8192 tokens on each of 64 devices, 8 in a host, of which a token needs at most 4."""
+    """8192 tokens on each of 64 devices, 8 in a host; a token needs at most 4 hosts."""
     assert host_share(8, 8, None) == pytest.approx(1 - (7 / 8) ** 8)
     assert host_share(8, 8, 4) == 0.5 and host_share(2, 8, 4) == 1 - 0.5**8
     found = pair_exchange(Axis(64, 8), 7168, 8, 8192, RATES, max_hosts=4)

@@ -35,7 +35,7 @@ def test_seconds_of_parts():
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        # 0.65 ms there and 1.3 back, of which two parts hide 1.3; they cost 1.5.
+        # 0.65 ms there and 1.3 back. Two parts hide 1.3 of them, and cost 1.5.
         (("all_gather", 4, 8192, 16), 1),
         # 2.0 and 3.9; four parts hide 5.7 for 1.3.
         (("all_to_all", 64, 8192, 4), 4),

@@ -58,7 +58,7 @@ def assert_overlaps(found, parts):
             assert node.reads.isdisjoint(wgrads.union(*(products[j] for j in later)))
             assert not node.reads.isdisjoint(products[i])
         for j in later:
-            # XLA would combine collectives of which neither reads the other one.
+            # XLA would combine two collectives that do not read one another.
             assert all(not node.reads.isdisjoint(there[i]) for node in there[j])
 
 

@@ -104,7 +104,7 @@ class _Arrivals:
         return TokenGradients(dx, self.part.exchange.give_back(plan, turn, weights))
 
     def of_weights(self, first: RowGradients, accum: WeightGradients | None) -> WeightGradients:
-        """Returns the gradients of weights, of which `first` are the first rows, plus `accum`."""
+        """Returns the gradients of weights from all rows, plus `accum`. first: the first rows."""
 
         def run(of_rows: RowGradients, accum: WeightGradients | None = None) -> WeightGradients:
             has_biases = self.w.biases is not None
