@@ -112,9 +112,11 @@ def test_weights_sharded_along_another_axis_are_gathered_as_fp8(axis_type):
     moved_else, expected = run_wide(AUTO, P("x"), P("x"))
     jax.tree.map(reference.assert_same_bits, found, expected)
     gathers = sorted((Counter(moved) - Counter(moved_else)).elements())
-    # Each once for both passes.
+    # Each once for both passes. NOTE: on Explicit axes with JAX 0.12, XLA does not see that the
+    # gathers of the two passes are the same, so there each is gathered twice.
+    times = 2 if axis_type == EXPLICIT and jax.__version_info__ >= (0, 12) else 1
     assert [text for text in gathers if "f8e4m3fn" in text] == sorted(
-        f"all-gather f8e4m3fn[2,{x}]" for x in (f"{d},{2 * f}", f"{f},{d}")
+        times * [f"all-gather f8e4m3fn[2,{x}]" for x in (f"{d},{2 * f}", f"{f},{d}")]
     )
     wide = [text for text in gathers if "f8e4m3fn" not in text and str(d) in text]
     assert wide == []  # but scales, of blocks
