@@ -36,7 +36,7 @@ def pair_exchange(
     headroom: Number = HEADROOM,
     max_hosts: int | None = None,
 ) -> Exchange:
-    """Of all_to_all over hosts, and the faster exchange in a host. One waits for the other."""
+    """Returns all_to_all over hosts with the faster exchange in a host, one after the other."""
     hosts, local = axis.size // axis.local, axis.local
     crossing = crossing_rows(axis, top_k, tokens, headroom, max_hosts)
     there, back = 2 * token_bytes(hidden, top_k, is_fp8) - 8 * top_k, 2 * (2 * hidden)

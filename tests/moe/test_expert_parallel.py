@@ -54,7 +54,11 @@ def dense(x, router, w_gate_up, w_down):
 
 @functools.cache
 def truth():
-    operands = problem()  # made before, or some would be float64
+    return truth_of(problem())
+
+
+def truth_of(operands):
+    """The layer and its gradients in float64. Operands are made outside, or would be float64."""
     with jax.enable_x64(True):
         exact = lambda x: x if x.dtype == jnp.int32 else jnp.asarray(x, jnp.float64)
         return jax.jit(functools.partial(vjp, dense))(*map(exact, operands))

@@ -11,7 +11,7 @@ from assertions import LAYER, REORDERED, assert_diff_below
 from errors import raises
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
-from test_expert_parallel import AUTO, EXPLICIT, D, E, dense, vjp
+from test_expert_parallel import AUTO, EXPLICIT, D, E, truth_of, vjp
 from test_expert_parallel import problem as whole_problem
 from test_partition import place
 from test_shared_expert import expected as shared_truth
@@ -33,10 +33,7 @@ def problem(skew=0.0):
 
 @functools.cache
 def truth():
-    operands = problem()  # made before, or some would be float64
-    with jax.enable_x64(True):
-        exact = lambda x: x if x.dtype == jnp.int32 else jnp.asarray(x, jnp.float64)
-        return jax.jit(functools.partial(vjp, dense))(*map(exact, operands))
+    return truth_of(problem())
 
 
 def layer(parts, exchange="all_gather", recipe=DEEPSEEK_V3, where=None):
