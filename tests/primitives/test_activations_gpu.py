@@ -53,6 +53,7 @@ def test_modes_give_the_same_bits(activation, is_grad, f, dtype):
         jnp.asarray(EDGES, jnp.int32),
         jnp.full((1,), FIRST_ROW, jnp.int32),
         mode="column",
+        pieces=1,
         e5m2=False,
         pow2_scale=False,
         activation=activation,
