@@ -90,24 +90,31 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
 
 
 def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    x = x.astype(jnp.float32)
+    how = e5m2, pow2_scale
+    rows, columns = modes.split(mode)
+    if mode in ("row", "column", "row_column"):
+        return [
+            *(_quantize_rows(x, *how) if rows else ()),
+            *(_quantize_rows(jnp.moveaxis(x, -1, 0), *how) if columns else ()),
+        ]
     if x.ndim > 2:
         each = partial(_reference, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
         return jax.vmap(each, out_axes=_BATCH_DIMS[mode])(x)
-    x = x.astype(jnp.float32)
-    rows = lambda x: quantize_blocks(x, 1, e5m2, pow2_scale)
-    if mode == "row":
-        return rows(x)
-    if mode == "column":
-        return rows(x.T)
-    if mode == "row_column":
-        return rows(x) + rows(x.T)
-    values, scale = quantize_blocks(x, _BLOCK, e5m2, pow2_scale)
+    values, scale = quantize_blocks(x, _BLOCK, *how)
     return {
         "block": [values, scale],
         "block_transposed": [values.T, scale.T],
         "block_both": [values, values.T, scale],
-        "row_block_transposed": [*(rows(x) if mode.startswith("row") else ()), values.T, scale.T],
+        "row_block_transposed": [*(_quantize_rows(x, *how) if rows else ()), values.T, scale.T],
     }[mode]
+
+
+def _quantize_rows(x: jax.Array, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    """Quantises x (..., k) with 1x128 blocks along k."""
+    *batch, k = x.shape
+    results = quantize_blocks(x.reshape(math.prod(batch), k), 1, e5m2, pow2_scale)
+    return [y.reshape(*batch, y.shape[1]) for y in results]
 
 
 def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
