@@ -25,7 +25,7 @@ from jax_fp8gemm._data.dequantize import spread_scale
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._primitives import modes
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
 from jax_fp8gemm._runtime import extension
@@ -157,10 +157,8 @@ def _partition_rule(*operands, is_weighted: bool, mode: str, **params) -> Partit
 
 gather_quantize_p = define_primitive(
     extension.GATHER_QUANTIZE_TARGET,
-    shape_rule=_shape_rule,
-    reference=_reference,
-    ffi_call=_ffi_call,
-    emulation=_emulation,
+    _shape_rule,
+    Forms(_reference, _ffi_call, _emulation),
     dce_rule=keep_used_axes,
-    partition_rule=_partition_rule,
+    mesh_rules=MeshRules(_partition_rule),
 )

@@ -35,7 +35,7 @@ from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
 from jax_fp8gemm._emulation.product import multiply
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -252,12 +252,8 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params
 
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
-    shape_rule=_shape_rule,
-    reference=folded(reference),
-    ffi_call=folded(_ffi_call),
-    emulation=folded(multiply),
+    _shape_rule,
+    Forms(folded(reference), folded(_ffi_call), folded(multiply)),
     batch_rule=_batch_rule,
-    partition_rule=_partition_rule,
-    run_shard=_run_shard,
-    shard_params=("reduce_dtype",),
+    mesh_rules=MeshRules(_partition_rule, _run_shard, ("reduce_dtype",)),
 )

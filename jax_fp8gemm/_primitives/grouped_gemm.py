@@ -24,7 +24,7 @@ from jax_fp8gemm._data import checks, formats, groups
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32, product
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm import reference, twins_of_rhs
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -199,11 +199,7 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_r
 
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
-    shape_rule=_shape_rule,
-    reference=_reference,
-    ffi_call=_ffi_call,
-    emulation=_emulation,
-    partition_rule=_partition_rule,
-    run_shard=_run_shard,
-    shard_params=("reduce_dtype",),
+    _shape_rule,
+    Forms(_reference, _ffi_call, _emulation),
+    mesh_rules=MeshRules(_partition_rule, _run_shard, ("reduce_dtype",)),
 )

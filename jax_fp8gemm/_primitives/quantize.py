@@ -32,7 +32,7 @@ from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.batch import map_batch
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
@@ -204,10 +204,9 @@ def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionR
 
 quantize_p = define_primitive(
     "jax_fp8gemm_quantize",
-    shape_rule=_shape_rule,
-    reference=_reference,
-    ffi_call=_ffi_call,
+    _shape_rule,
+    Forms(_reference, _ffi_call),
     batch_rule=_batch_rule,
     dce_rule=_dce_rule,
-    partition_rule=_partition_rule,
+    mesh_rules=MeshRules(_partition_rule),
 )

@@ -24,7 +24,7 @@ from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.rounding import block_types, quantize_blocks
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives import modes
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
@@ -204,10 +204,8 @@ def _run_shard(run, x, *groups, shards: Shards, mode: str, **params):
 
 quantize_ragged_p = define_primitive(
     "jax_fp8gemm_quantize_ragged",
-    shape_rule=_shape_rule,
-    reference=reference,
-    ffi_call=_ffi_call,
+    _shape_rule,
+    Forms(reference, _ffi_call),
     dce_rule=keep_used_axes,
-    partition_rule=_partition_rule,
-    run_shard=_run_shard,
+    mesh_rules=MeshRules(_partition_rule, _run_shard),
 )

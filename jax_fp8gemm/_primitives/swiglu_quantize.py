@@ -36,7 +36,7 @@ from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._emulation import gated as emulated
 from jax_fp8gemm._primitives import modes, swiglu_mesh
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gated import gated, gated_grad, in_pieces, without_pieces
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
 from jax_fp8gemm._primitives.quantize_ragged import call_kernel, reference, result_types
@@ -162,13 +162,14 @@ def _define(
 ) -> Callable[..., Sequence[jax.Array]]:
     return define_primitive(
         target,
-        shape_rule=partial(_shape_rule, target.removeprefix("jax_fp8gemm_")),
-        reference=_of_pieces(_reference, function),
-        ffi_call=_of_pieces(_ffi_call, target, source, function),
-        emulation=_of_pieces(_reference, emulated_function),
+        partial(_shape_rule, target.removeprefix("jax_fp8gemm_")),
+        Forms(
+            _of_pieces(_reference, function),
+            _of_pieces(_ffi_call, target, source, function),
+            _of_pieces(_reference, emulated_function),
+        ),
         dce_rule=keep_used_axes,
-        partition_rule=swiglu_mesh.partition_rule,
-        run_shard=swiglu_mesh.run_shard,
+        mesh_rules=MeshRules(swiglu_mesh.partition_rule, swiglu_mesh.run_shard),
     )
 
 

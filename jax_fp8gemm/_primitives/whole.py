@@ -10,7 +10,7 @@ import jax
 
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
-from jax_fp8gemm._primitives.define import define_primitive
+from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._sharding.rule import PartitionRule
 
 
@@ -36,8 +36,7 @@ def _partition_rule(values, scale) -> PartitionRule:
 
 whole_p = define_primitive(
     "jax_fp8gemm_whole",
-    shape_rule=_shape_rule,
-    reference=_reference,
-    ffi_call=_reference,
-    partition_rule=_partition_rule,
+    _shape_rule,
+    Forms(_reference, _reference),
+    mesh_rules=MeshRules(_partition_rule),
 )

@@ -8,12 +8,11 @@ _tuning/dense_cost.py, of others by _tuning/cost.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
 
 from jax_fp8gemm._runtime import hopper
+from jax_fp8gemm._runtime.forced import Forced
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
@@ -26,7 +25,7 @@ _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,
 }
 
-_forced: list[TileConfig] = []
+override: Forced[TileConfig] = Forced()  # the config of every product within a context
 
 # What an extent counts as that a program for all sizes leaves open: jax.export.symbolic_shape. Any
 # config is right for any extent, and one for many rows loses least where there are many.
@@ -53,8 +52,8 @@ def choose(
       and n are those of one.
     transpose_out: whether the result is stored as (n, m).
     """
-    if _forced:
-        return _forced[-1]
+    if override.value is not None:
+        return override.value
     m, n, k = map(_known, (m, n, k))
     how = is_1d1d, transpose_out, _out_bytes(out_f32, accumulate), num_sms
     if num_groups is None:
@@ -70,16 +69,6 @@ def _known(extent: object) -> int:
 def _out_bytes(out_f32: bool, accumulate: bool) -> int:
     """Returns the bytes that are moved for each element of the result."""
     return 4 + 4 * accumulate if out_f32 else 2
-
-
-@contextlib.contextmanager
-def override(config: TileConfig) -> Iterator[None]:
-    """Makes lowering use `config` for every product within the context (tests and tuning)."""
-    _forced.append(config)
-    try:
-        yield
-    finally:
-        _forced.pop()
 
 
 @functools.lru_cache(maxsize=4096)

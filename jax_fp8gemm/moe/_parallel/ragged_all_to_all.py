@@ -8,14 +8,13 @@ write the same rows to the same places.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._runtime.forced import Forced
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
 How = tuple[jax.Array, ...]  # input_offsets, send_sizes, output_offsets and recv_sizes
@@ -29,24 +28,14 @@ UPDATES = 32
 # XLA queues a send and a receive of NCCL for each update: fewer are better there.
 _MAX_PEERS = 8
 
-_forced: list[int] = []
+override: Forced[int] = Forced()  # the number of updates within a context
 
 
 def num_updates(peers: int) -> int:
     """Returns into how many updates a device splits what it sends to each of its `peers`."""
-    if _forced:
-        return _forced[-1]
+    if override.value is not None:
+        return override.value
     return UPDATES if peers <= _MAX_PEERS else 1
-
-
-@contextlib.contextmanager
-def override(updates: int) -> Iterator[None]:
-    """Forces the number of updates of whatever is traced meanwhile; for benchmarks."""
-    _forced.append(updates)
-    try:
-        yield
-    finally:
-        _forced.pop()
 
 
 def ragged_all_to_all(
