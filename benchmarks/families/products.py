@@ -38,7 +38,9 @@ def _dense(shape: Shape) -> Case:
 
     work = gemm_work(shape, is_1d1d=False, out_bytes=2, accumulate=False)
     config = _config_text(shape, is_1d1d=False, out_f32=False, accumulate=False)
-    return Case(_labels(shape), shape, work, config, build, peer_calls(shape, is_1d1d=False))
+    peers = peer_calls(shape, is_1d1d=False)
+    tiles = tile_config.configs(is_1d1d=False, with_clusters=True)
+    return Case(_labels(shape), shape, work, config, build, peers, tiles=tiles)
 
 
 def _wgrad(shape: Shape, accumulate: bool) -> Case:
