@@ -307,6 +307,6 @@ def test_every_case_runs_with_every_tile():
     shapes = [Shape(128, 256, 512), Shape(64, 128, 256)]
     tiles = ["all", "192x128/64 w3 a1 s4 d2 c1x1"]
     rows = list(with_tiles(products.cases("dense", shapes), tiles))
-    num_tiles = len(tile_config.CONFIGS) + len(tile_config.CLUSTER_CONFIGS) + 1
+    num_tiles = len(tile_config.configs(is_1d1d=False, with_clusters=True)) + 1
     assert len(rows) == len(shapes) * num_tiles
     assert rows[-1].config == tiles[-1]

@@ -82,10 +82,11 @@ def test_a_second_import_takes_over(monkeypatch):
     registered = jax_drift.optional("jax._src.export._export.deserialization_registry")
     name = "jax_fp8gemm.ScaledArray"
     monkeypatch.setitem(registered, name, registered[name])
-    second = importlib.import_module("jax_fp8gemm")
-    assert second.ScaledArray is not jax_fp8gemm.ScaledArray
-    # beartype finds what it made of tuple[ScaledArray, ...] by this text: that of the first class.
+    # beartype finds what it made of a hint, as tuple[ScaledArray, ...], by its text: that of the
+    # first class.
     with without_annotation_checks():
+        second = importlib.import_module("jax_fp8gemm")
         x = second.quantize(jnp.ones((4, 256)))
+    assert second.ScaledArray is not jax_fp8gemm.ScaledArray
     blob = jax.export.export(jax.jit(second.dequantize))(x).serialize()
     np.testing.assert_array_equal(jax.export.deserialize(blob).call(x), np.ones((4, 256)))
