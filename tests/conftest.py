@@ -91,3 +91,17 @@ def traced_anew():
     expert_parallel_on_mesh.clear_cache()
     yield
     expert_parallel_on_mesh.clear_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings():
+    """Frees compiled programs before Linux refuses a process more than 65,530 mappings of memory.
+
+    XLA maps each program that it compiles for a CPU, and ends in a segmentation fault where it
+    cannot.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+        gc.collect()
