@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 
 import jax
-from controls import CONTROLS
+from controls import CONTROLS, with_tokamax
 from jax.sharding import AxisType
 from model import SIZES
 from plot import plot
@@ -59,6 +59,7 @@ def add_options(parser):
     add("--batch", type=int, help="sequences of a step")
     add("--length", type=int, help="tokens of a sequence")
     add("--attention", choices=("xla", "cudnn"), help="cudnn is faster, for GPUs")
+    add("--ragged-dot", choices=("lax", "tokamax"), default="lax", help="in bf16, by expert")
     add("--micro-batches", type=int, default=1, help="parts of a batch, one after another")
     each = "quantise weights in each part of a batch, not once a step: the same bits"
     add("--quantize-each", dest="quantizes_once", action="store_false", help=each)
@@ -105,11 +106,13 @@ def main(args=None):
         return 0
     print(jax_fp8gemm.backend_info(), end="\n\n")
     given = {name: x for name, x in vars(args).items() if name in Options.__dataclass_fields__}
+    of_options = with_tokamax if args.ragged_dot == "tokamax" else lambda recipe: recipe
     if args.command == "train":
-        train(Options(**given | dict(recipe=make_recipe(args))))
+        train(Options(**given | dict(recipe=of_options(make_recipe(args)))))
         return 0
+    recipes = {name: of_options(RECIPES[name]) for name in args.recipes}
     options = Options(**given, recipe=jax_fp8gemm.BF16)
-    return 0 if sweep(options, args.recipes, args.seeds, args.seconds) else 3
+    return 0 if sweep(options, recipes, args.seeds, args.seconds) else 3
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm import BF16, matmul, moe, ragged_dot
+from jax_fp8gemm import BF16, Recipe, matmul, moe, ragged_dot
 from jax_fp8gemm import nnx as fp8
 
 BLOCK = 128
@@ -50,16 +50,27 @@ def in_squares(x: jax.Array, axis: int) -> jax.Array:
     return _rounded(blocks, (2, 4)).reshape(x.shape)
 
 
+def as_it_is(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x."""
+    return x
+
+
 class Control(NamedTuple):
     """How a control rounds lhs, rhs and the cotangent dout of a product.
 
     Each is a function of an array and the axis of the contraction.
+
+    Attributes:
+      ragged_dot: what multiplies (m, k) by (g, k, n) in bf16, given the sizes (g,) of groups.
     """
 
     name: str
     lhs: Callable[[jax.Array, int], jax.Array]
     rhs: Callable[[jax.Array, int], jax.Array]
     dout: Callable[[jax.Array, int], jax.Array]
+    ragged_dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = partial(
+        ragged_dot, recipe=BF16
+    )
 
     def __repr__(self):
         return f"Control({self.name!r})"
@@ -74,22 +85,41 @@ _ALL = (
 CONTROLS = {control.name: control for control in _ALL}
 
 
+def with_tokamax(recipe):
+    """Returns the recipe, or control, with tokamax's ragged_dot for grouped products in bf16.
+
+    XLA's multiplies each row by the weights of every expert on a GPU, and leaves one product in g.
+    Recipes in FP8 come back as they are.
+    """
+    if isinstance(recipe, Recipe):
+        if recipe.is_fp8:
+            return recipe
+        recipe = Control("bf16", as_it_is, as_it_is, as_it_is)
+    try:
+        import tokamax
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"--ragged-dot tokamax needs {error.name}: pip install {error.name}"
+        ) from None
+    return recipe._replace(ragged_dot=partial(tokamax.ragged_dot, implementation="mosaic"))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(control: Control, lhs, rhs, sizes):
     """Returns lhs (m, k) times rhs (k, n); with group sizes (g,), times rhs (g, k, n) by group."""
-    return _in_bf16(control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
+    return _in_bf16(control, control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
 
 
-def _in_bf16(lhs, rhs, sizes):
+def _in_bf16(control: Control, lhs, rhs, sizes):
     if sizes is None:
         return matmul(lhs, rhs, recipe=BF16)
-    return ragged_dot(lhs, rhs, sizes, recipe=BF16)
+    return control.ragged_dot(lhs, rhs, sizes)
 
 
 def _product_bwd(control: Control, operands, dout):
     lhs, rhs, sizes = operands
-    of_lhs = lambda lhs: _in_bf16(lhs, control.rhs(rhs, -1), sizes)
-    of_rhs = lambda rhs: _in_bf16(control.lhs(lhs, -2), rhs, sizes)
+    of_lhs = lambda lhs: _in_bf16(control, lhs, control.rhs(rhs, -1), sizes)
+    of_rhs = lambda rhs: _in_bf16(control, control.lhs(lhs, -2), rhs, sizes)
     (dlhs,) = jax.vjp(of_lhs, lhs)[1](control.dout(dout, -1))
     (drhs,) = jax.vjp(of_rhs, rhs)[1](control.dout(dout, -2))
     return dlhs, drhs, None

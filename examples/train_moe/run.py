@@ -15,6 +15,7 @@ from text import Text
 from tqdm import tqdm
 from training import Program, State, program
 
+import jax_fp8gemm
 from jax_fp8gemm import Recipe
 
 EVALUATED = 4  # held-out batches
@@ -41,6 +42,7 @@ class Options:
     checkpoints: pathlib.Path | None = None
     stop_after: int | None = None
     deadline: float = float("inf")
+    keeps_end: bool = True  # a checkpoint of the last step
 
     @property
     def sizes(self):
@@ -82,7 +84,7 @@ def train(options: Options) -> bool:
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)
             about |= dict(device=jax.devices()[0].device_kind, devices=code.num_devices)
-            about |= dict(peak_bytes=code.peak_bytes())  # of each device
+            about |= dict(peak_bytes=code.peak_bytes(), **_origin())  # bytes of each device
             metrics.write("start", first, recipe=repr(options.recipe), **about)
             for step in tqdm(range(first, last), initial=first, total=last, disable=None):
                 if time.time() > options.deadline:
@@ -94,11 +96,22 @@ def train(options: Options) -> bool:
                     metrics.write("evaluation", done, loss=_evaluate(code, state, text))
                 if done % options.save_every == 0 and done < last:
                     _save(checkpoints, done, state, identity)
-            if last > first:
+            if last > first and (options.keeps_end or last < options.steps):
                 _save(checkpoints, last, state, identity)
             kind = "end" if last == options.steps else "stop"
             metrics.write(kind, last, state=digest(state), **metrics.speed())
     return last == options.steps
+
+
+def _origin() -> dict:
+    """Returns the date, versions, and the commit where the checkout is on Python's path."""
+    found = dict(date=time.strftime("%Y-%m-%d"), jax=jax.__version__)
+    found |= dict(jax_fp8gemm=jax_fp8gemm.__version__)
+    try:
+        from benchmarks.provenance import source_commit
+    except ModuleNotFoundError:
+        return found
+    return found | source_commit()
 
 
 def _take(code: Program, state: State, text: Text, step: int, flop: float, metrics) -> State:

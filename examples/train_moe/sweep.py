@@ -4,6 +4,7 @@ import pathlib
 import shutil
 import time
 from dataclasses import replace
+from typing import Any
 
 from controls import CONTROLS
 from run import Options, read, train
@@ -20,7 +21,7 @@ RECIPES = {
 }
 
 
-def sweep(options: Options, names: list[str], seeds: list[int], seconds: float) -> bool:
+def sweep(options: Options, recipes: dict[str, Any], seeds: list[int], seconds: float) -> bool:
     """Trains each recipe with each seed, as far as `seconds` go; returns whether all have ended.
 
     All recipes of a seed come before the next seed, so that a budget that ends early leaves pairs.
@@ -29,17 +30,17 @@ def sweep(options: Options, names: list[str], seeds: list[int], seconds: float) 
     deadline = time.time() + seconds
     scratch = options.checkpoints or options.out / "checkpoints"
     for seed in seeds:
-        for name in names:
+        for name, recipe in recipes.items():
             out, checkpoints = options.out / f"{name}-{seed}", scratch / f"{name}-{seed}"
             if is_at_end(out):
                 continue
             if time.time() > deadline:
                 return False
             print(f"{out.name}: {max(0, deadline - time.time()):.0f} s left", flush=True)
-            own = dict(out=out, checkpoints=checkpoints, seed=seed, recipe=RECIPES[name])
+            own = dict(out=out, checkpoints=checkpoints, seed=seed, recipe=recipe, keeps_end=False)
             if not train(replace(options, **own, deadline=deadline)):
                 return False
-            shutil.rmtree(checkpoints)
+            shutil.rmtree(checkpoints, ignore_errors=True)
     return True
 
 
