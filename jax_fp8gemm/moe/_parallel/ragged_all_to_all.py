@@ -19,11 +19,11 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 
 How = tuple[jax.Array, ...]  # input_offsets, send_sizes, output_offsets and recv_sizes
 
-# With 4 peers these make 128 CTAs, about one for each of the 132 multiprocessors of an H100 or
-# H200. On GB200s of one NVLink domain 32 updates made this kernel 17.8 times as fast as one, and
-# 64 no faster (marin-community/marin#8077). A power of two, because XLA's kernel halves the number
-# to share updates among CTAs. `bench expert-parallel --updates` measures others.
-UPDATES = 32
+# Two H200s exchange the tokens of a layer at 3, 19, 58 and 86 GB/s a GPU with 1, 8, 32 and 64
+# updates (jax 0.11.2; benchmarks/results/nvidia_h200/exchanges.json). On GB200s of one NVLink domain
+# 64 were no faster than 32 (marin-community/marin#8077). A power of two, because XLA's kernel halves
+# the number to share updates among CTAs. `bench expert-parallel --exchange` measures others.
+UPDATES = 64
 # XLA's kernel writes through pointers of at most 8 peers. For more of them, and for other hosts,
 # XLA queues a send and a receive of NCCL for each update: fewer are better there.
 _MAX_PEERS = 8
