@@ -65,6 +65,8 @@ def expert_parallel_cases(
 ) -> list[Case]:
     """Our layer in each mode beside one GPU alone, and once in bf16. Figures are of one GPU.
 
+    Last come rows of the forward pass alone, in one part.
+
     parts: keys of PARTS, with each of which the layer is measured.
     """
     m, mesh = mixture, local_mesh()
@@ -73,6 +75,9 @@ def expert_parallel_cases(
     num_bytes = 2 * (4 * m.tokens * m.hidden + 6 * m.experts * m.hidden * m.inter)
     # Compiled once for all rows.
     one_gpu = functools.cache(lambda: expert_parallel_call(mixture, _first_of(mesh)))
+    one_gpu_forward = functools.cache(
+        lambda: expert_parallel_call(mixture, _first_of(mesh), is_forward=True)
+    )
 
     def case(mode: Mode, num_parts: str) -> Case:
         def build() -> Call:
@@ -94,7 +99,19 @@ def expert_parallel_cases(
         how = Work(m.flop, num_bytes), build, peers, PARTS[num_parts] or num_parts
         return _case(mixture, m.name, mode, mesh, *how)
 
-    return [case(mode, num_parts) for mode in modes for num_parts in parts]
+    def forward_case(mode: Mode) -> Case:
+        def build() -> Call:
+            with mode.applied():
+                on = mode.mesh(mesh)
+                return expert_parallel_call(mixture, on, is_forward=True, **mode.options())
+
+        peers: dict[str, Build] = {"one_gpu": one_gpu_forward}
+        # Read once: x and both weights. Written once: the result.
+        work = Work(m.flop // 3, 2 * (2 * m.tokens * m.hidden + 3 * m.experts * m.hidden * m.inter))
+        return _case(mixture, f"{m.name}_forward", mode, mesh, work, build, peers, 1)
+
+    steps = [case(mode, num_parts) for mode in modes for num_parts in parts]
+    return [*steps, *map(forward_case, modes)]
 
 
 def exchange_cases(mixture: Mixture, modes: Sequence[Mode]) -> list[Case]:
@@ -138,17 +155,30 @@ def _case(
 
 
 def expert_parallel_call(
-    mixture: Mixture, mesh: Mesh, max_repeat: int | None = None, **options: Any
+    mixture: Mixture,
+    mesh: Mesh,
+    max_repeat: int | None = None,
+    is_forward: bool = False,
+    **options: Any,
 ) -> Call:
     """The compiled forward and backward on random bf16 inputs that lie on `mesh`.
 
+    is_forward: whether the backward pass is left out.
     options: of moe_layer.
     """
     if "expert_axis" in options:
         options["mesh"] = mesh
     layer = functools.partial(moe.moe_layer, top_k=mixture.top_k, **options)
-    step = functools.partial(_forward_backward, layer)
+    step = functools.partial(_forward if is_forward else _forward_backward, layer)
     return step_call(step, None, *_operands(mixture, mesh), max_repeat=max_repeat)
+
+
+def _forward(
+    layer: Callable[..., jax.Array], state: None, *operands: jax.Array
+) -> tuple[None, jax.Array]:
+    """No state; and the result."""
+    *inputs, _ = operands
+    return state, layer(*inputs)
 
 
 def _forward_backward(

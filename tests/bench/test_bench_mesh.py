@@ -170,12 +170,15 @@ def test_command_line_measures_and_saves(two_devices, monkeypatch, tmp_path, cap
 def test_work_of_a_mixture():
     assert expert_parallel.DEEPSEEK_V3.flop == 18 * 65536 * 7168 * 2048
     first, *others = expert_parallel.expert_parallel_cases(MIXTURE)
+    forward = others[2:]
+    assert [case.labels["name"] for case in forward] == ["tiny_forward"] * 3
+    assert {case.work.flop for case in forward} == {first.work.flop // 3}
     assert first.labels["mode"] == "all_gather"
     assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
-    assert [list(case.peers) for case in others] == [["one_gpu"]] * 2
+    assert [list(case.peers) for case in others] == [["one_gpu"]] * 5
     in_parts = expert_parallel.expert_parallel_cases(MIXTURE, ("1", "chosen"))
-    assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3
-    assert [list(case.peers) for case in in_parts[1:]] == [["one_gpu"]] * 5
+    assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3 + [1] * 3
+    assert [list(case.peers) for case in in_parts[1:]] == [["one_gpu"]] * 8
     weights = 2 * 128 * 128 + 2 * 64 * 128
     assert first.work.num_bytes == 2 * (4 * 64 * 128 + 2 * weights)
 
@@ -205,6 +208,12 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
     assert one_gpu.moved_bytes is None
 
 
+def test_the_forward_pass_alone_gives_the_result_of_the_step(two_devices):
+    step, *_, forward = expert_parallel.expert_parallel_cases(MIXTURE)[:4]
+    assert forward.labels["name"] == "tiny_forward"
+    np.testing.assert_array_equal(forward.build().run(), step.build().run()[0])
+
+
 def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cli, "copy_gbps", lambda: 4000.0)
@@ -216,7 +225,7 @@ def test_command_line_measures_every_exchange(two_devices, monkeypatch, tmp_path
     assert benchmarks.main(["expert-parallel", "--parts", "1", "2", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
     names = ["all_gather", "all_to_all", "ragged_all_to_all"]
-    expected = [(name, parts) for name in names for parts in (1, 2)]
+    expected = [(name, parts) for name in names for parts in (1, 2)] + [(n, 1) for n in names]
     assert [(row["mode"], row["parts"]) for row in rows] == expected
     for row in rows:
         assert row["family"] == "expert_parallel" and row["gpus"] == 2 and row["timer"] == "wall"
@@ -274,8 +283,9 @@ def test_command_line_measures_exchanges_alone_and_in_the_layer(monkeypatch, tmp
     arguments = ["--exchange", *modes, "--no-peers", "--dry-run", "--json", str(file)]
     assert benchmarks.main(["expert-parallel", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["mode"] for row in rows] == modes * 2
-    assert [row["name"] for row in rows] == ["tiny_exchange"] * 2 + ["tiny"] * 2
+    assert [row["mode"] for row in rows] == modes * 3
+    names = "tiny_exchange", "tiny", "tiny_forward"
+    assert [row["name"] for row in rows] == [name for name in names for _ in modes]
     # Once each way; the bytes of the pair along both axes.
     moved = rows[1]["moved_bytes"]
     assert moved[f"all-to-all {FP8[0]}"] == 2 * 64 * 128 * FP8[1]
