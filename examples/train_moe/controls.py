@@ -110,19 +110,30 @@ def product(control: Control, lhs, rhs, sizes):
     return _in_bf16(control, control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
 
 
+# Under jit, so that the layers of a model share one trace of each shape: a kernel of tokamax takes
+# seconds to lower.
+@partial(jax.jit, static_argnums=0)
 def _in_bf16(control: Control, lhs, rhs, sizes):
     if sizes is None:
         return matmul(lhs, rhs, recipe=BF16)
     return control.ragged_dot(lhs, rhs, sizes)
 
 
+@partial(jax.jit, static_argnums=0)
+def _gradient_of_lhs(control: Control, lhs, rhs, sizes, dout):
+    return jax.vjp(lambda lhs: _in_bf16(control, lhs, rhs, sizes), lhs)[1](dout)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradient_of_rhs(control: Control, lhs, rhs, sizes, dout):
+    return jax.vjp(lambda rhs: _in_bf16(control, lhs, rhs, sizes), rhs)[1](dout)[0]
+
+
 def _product_bwd(control: Control, operands, dout):
     lhs, rhs, sizes = operands
-    of_lhs = lambda lhs: _in_bf16(control, lhs, control.rhs(rhs, -1), sizes)
-    of_rhs = lambda rhs: _in_bf16(control, control.lhs(lhs, -2), rhs, sizes)
-    (dlhs,) = jax.vjp(of_lhs, lhs)[1](control.dout(dout, -1))
-    (drhs,) = jax.vjp(of_rhs, rhs)[1](control.dout(dout, -2))
-    return dlhs, drhs, None
+    to_lhs = lhs, control.rhs(rhs, -1), sizes, control.dout(dout, -1)
+    to_rhs = control.lhs(lhs, -2), rhs, sizes, control.dout(dout, -2)
+    return _gradient_of_lhs(control, *to_lhs), _gradient_of_rhs(control, *to_rhs), None
 
 
 product.defvjp(lambda control, *operands: (product(control, *operands), operands), _product_bwd)

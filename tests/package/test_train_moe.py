@@ -1,14 +1,19 @@
 """The training example: runs of recipes are pairs, and a run that goes on is the one that never
 stopped, to the bit."""
 
+import functools
 import json
 import pathlib
 import runpy
+import sys
+import types
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+
+import jax_fp8gemm
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "train_moe"
 DATA = pathlib.Path(json.__file__).parent
@@ -175,6 +180,33 @@ def test_a_control_rounds_what_it_multiplies(controls, name, grouped):
         found = np.asarray(found, np.float64).reshape(256, 256)
         # Operands and results are rounded to bf16, 2^-9 each. Leaving out e4m3 errs by 3e-2.
         assert np.linalg.norm(found - truth) < 4e-3 * np.linalg.norm(truth)
+
+
+def test_tokamax_multiplies_by_group_where_it_is_asked_to(controls, monkeypatch):
+    """A module in its place: the real one has kernels for GPUs only."""
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    with pytest.raises(SystemExit, match="pip install tokamax"):
+        controls["with_tokamax"](jax_fp8gemm.BF16)
+    given = []
+
+    def ragged_dot(lhs, rhs, sizes, implementation):
+        given.append(implementation)
+        return jax_fp8gemm.ragged_dot(lhs, rhs, sizes, recipe=jax_fp8gemm.BF16)
+
+    stands_in = types.SimpleNamespace(ragged_dot=ragged_dot)
+    monkeypatch.setitem(sys.modules, "tokamax", stands_in)
+    assert controls["with_tokamax"](jax_fp8gemm.HYBRID) is jax_fp8gemm.HYBRID
+    assert controls["with_tokamax"](controls["CONTROLS"]["unscaled"]).name == "unscaled"
+    control = controls["with_tokamax"](jax_fp8gemm.BF16)
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jax.numpy.asarray(random.standard_normal(shape), jax.numpy.bfloat16)
+    lhs, rhs, sizes, dout = draw(32, 128), draw(2, 128, 64), np.array([20, 12]), draw(32, 64)
+    found, vjp = jax.vjp(lambda *x: controls["product"](control, *x, sizes), lhs, rhs)
+    product = functools.partial(jax_fp8gemm.ragged_dot, group_sizes=sizes, recipe=jax_fp8gemm.BF16)
+    expected, expected_vjp = jax.vjp(product, lhs, rhs)
+    for x, y in zip([found, *vjp(dout)], [expected, *expected_vjp(dout)], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert set(given) == {"mosaic"}
 
 
 def test_casts_without_scales_learn_less(run, whole, tmp_path):
