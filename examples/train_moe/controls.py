@@ -1,7 +1,8 @@
 """Products that are expected to train worse than the package's: the controls of the evidence.
 
 A control rounds operands as a coarser FP8 recipe would. Then it multiplies in bf16, which holds
-what was rounded to e4m3 with an error far below that of e4m3. So it runs at the speed of bf16.
+what was rounded to e4m3 with an error far below that of e4m3. So it runs at the speed of bf16. One
+control, no_promotion, multiplies in FP8 where no expert is chosen.
 """
 
 from collections.abc import Callable
@@ -50,6 +51,27 @@ def in_squares(x: jax.Array, axis: int) -> jax.Array:
     return _rounded(blocks, (2, 4)).reshape(x.shape)
 
 
+def by_fast_accumulation(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns lhs (m, k) times rhs (k, n), both with one scale, in e4m3.
+
+    On a GPU XLA asks cuBLASLt for its fast accumulation, because the precision is the default: sums
+    stay in the tensor core's few bits for all of k (--xla_gpu_enable_triton_gemm=false makes sure
+    that it is cuBLASLt). Operands that have been rounded by per_tensor come back to the same e4m3.
+    """
+    (lhs, a), (rhs, b) = map(_quantized, (lhs, rhs))
+    dot = jax.lax.dot_general(
+        lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return (dot * (a * b)).astype(jnp.bfloat16)
+
+
+def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x in e4m3, and its scale, an f32 scalar."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide)), 1e-30) / LARGEST
+    return (wide / scale).astype(E4M3), scale
+
+
 def as_it_is(x: jax.Array, axis: int) -> jax.Array:
     """Returns x."""
     return x
@@ -61,6 +83,7 @@ class Control(NamedTuple):
     Each is a function of an array and the axis of the contraction.
 
     Attributes:
+      matmul: what multiplies (m, k) by (k, n).
       ragged_dot: what multiplies (m, k) by (g, k, n) in bf16, given the sizes (g,) of groups.
     """
 
@@ -68,6 +91,7 @@ class Control(NamedTuple):
     lhs: Callable[[jax.Array, int], jax.Array]
     rhs: Callable[[jax.Array, int], jax.Array]
     dout: Callable[[jax.Array, int], jax.Array]
+    matmul: Callable[[jax.Array, jax.Array], jax.Array] = partial(matmul, recipe=BF16)
     ragged_dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = partial(
         ragged_dot, recipe=BF16
     )
@@ -81,6 +105,8 @@ _ALL = (
     Control("unscaled", unscaled, unscaled, unscaled),
     # As DEEPSEEK_V3, but for cotangents: its report saw training diverge with them in squares.
     Control("square_dout", in_rows, in_squares, in_squares),
+    # As per_tensor, and sums of other products than those of experts are not promoted to f32.
+    Control("no_promotion", per_tensor, per_tensor, per_tensor, by_fast_accumulation),
 )
 CONTROLS = {control.name: control for control in _ALL}
 
@@ -107,26 +133,28 @@ def with_tokamax(recipe):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(control: Control, lhs, rhs, sizes):
     """Returns lhs (m, k) times rhs (k, n); with group sizes (g,), times rhs (g, k, n) by group."""
-    return _in_bf16(control, control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
+    return _multiply(control, control.lhs(lhs, -1), control.rhs(rhs, -2), sizes)
 
 
 # Under jit, so that the layers of a model share one trace of each shape: a kernel of tokamax takes
 # seconds to lower.
 @partial(jax.jit, static_argnums=0)
-def _in_bf16(control: Control, lhs, rhs, sizes):
-    if sizes is None:
-        return matmul(lhs, rhs, recipe=BF16)
-    return control.ragged_dot(lhs, rhs, sizes)
+def _multiply(control: Control, lhs, rhs, sizes):
+    return control.matmul(lhs, rhs) if sizes is None else control.ragged_dot(lhs, rhs, sizes)
 
 
 @partial(jax.jit, static_argnums=0)
 def _gradient_of_lhs(control: Control, lhs, rhs, sizes, dout):
-    return jax.vjp(lambda lhs: _in_bf16(control, lhs, rhs, sizes), lhs)[1](dout)[0]
+    if sizes is None:
+        return control.matmul(dout, rhs.mT)
+    return jax.vjp(lambda lhs: control.ragged_dot(lhs, rhs, sizes), lhs)[1](dout)[0]
 
 
 @partial(jax.jit, static_argnums=0)
 def _gradient_of_rhs(control: Control, lhs, rhs, sizes, dout):
-    return jax.vjp(lambda rhs: _in_bf16(control, lhs, rhs, sizes), rhs)[1](dout)[0]
+    if sizes is None:
+        return control.matmul(lhs.mT, dout)
+    return jax.vjp(lambda rhs: control.ragged_dot(lhs, rhs, sizes), rhs)[1](dout)[0]
 
 
 def _product_bwd(control: Control, operands, dout):
