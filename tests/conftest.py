@@ -65,7 +65,34 @@ def _gpu_fault() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run at most so many cases of each parametrised test, spread over all of them"
+    parser.addoption("--most-of-each", type=int, default=None, metavar="N", help=text)
+
+
+def _spread(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """The first case, the last one, and others at equal distances between them."""
+    if len(cases) <= most:
+        return cases
+    last = len(cases) - 1
+    return [cases[round(i * last / (most - 1))] for i in range(most)]
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    if most < 2:
+        raise pytest.UsageError(f"--most-of-each must be 2 or more; got {most}")
+    of_each: dict[tuple[pathlib.Path, str], list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        of_each.setdefault((item.path, name), []).append(item)
+    kept = {item for cases in of_each.values() for item in _spread(cases, most)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (most := config.getoption("--most-of-each")) is not None:
+        _leave_out(config, items, most)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     fault = _gpu_fault() if marked else None
     for item in marked:
