@@ -40,6 +40,12 @@ def _quotes() -> Iterator[tuple[str, str]]:
     yield "recipes", f"{mlp:.2f} times as long for the MLP of Llama-3-8B"
     steps = step["peers_span_us"]["xla_bf16"] / step["span_us"]
     yield "recipes", f"{steps:.2f} times for a whole training step of a Llama-3-8B block"
+    block = _row("step", name="deepseek_v3_block")
+    in_bf16 = block["peers_span_us"]["tokamax"] / block["span_us"]
+    yield (
+        "convergence",
+        f"{steps:.2f}x bf16 for a Llama-3-8B block and {in_bf16:.2f}x tokamax's bf16",
+    )
     for tokens in (8192, 4096):
         ms = lambda sums, tokens=tokens: (
             _row("fsdp", tokens=tokens, mode="unrolled", sums=sums)["us"] / 1e3
