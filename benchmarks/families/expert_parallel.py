@@ -82,7 +82,7 @@ def expert_parallel_cases(
     def case(mode: Mode, num_parts: str) -> Case:
         def build() -> Call:
             with mode.applied():
-                how = dict(parts=PARTS[num_parts]) | mode.options()
+                how: dict[str, Any] = dict(parts=PARTS[num_parts]) | mode.options()
                 return expert_parallel_call(mixture, mode.mesh(mesh), **how)
 
         peers: dict[str, Build] = {"one_gpu": one_gpu}

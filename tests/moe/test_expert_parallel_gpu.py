@@ -1,6 +1,7 @@
 """moe_layer with its experts on all GPUs, by its kernels and by XLA's collectives."""
 
 import functools
+import os
 
 import gpu_cases
 import jax
@@ -218,3 +219,19 @@ def test_kernels_and_collectives_of_a_program(name):
         "ragged_all_to_all": {"all-gather", "ragged-all-to-all"},
     }
     assert kinds == expected[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_hundred_steps_in_cuda_graphs(name, tmp_path):
+    """They end, and change no bit."""
+    one_axis()
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    in_graphs = f"{flags} --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    hashes = []
+    for of_run in (in_graphs, f"{flags} --xla_gpu_enable_command_buffer="):
+        how = dict(program="expert_steps_program.py", timeout=120, XLA_FLAGS=of_run)
+        run = gpu_cases.run_program(name, "200", **how)
+        assert run.returncode == 0, run.stderr
+        hashes.append(run.stdout)
+    assert "kCommandBuffer" in gpu_cases.thunks(tmp_path), "no CUDA graph was made"
+    assert hashes[0] == hashes[1] != ""
