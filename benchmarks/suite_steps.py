@@ -65,6 +65,12 @@ PIECES: dict[str, list[Step]] = {
         _step("ragged-random", 26, "ragged --rows random --random 30 --peers torch_bf16"),
         _step("ragged-wgrad-regret", 13, "ragged-wgrad --regret --rounds 3 --calls 3"),
     ],
+    # On all GPUs of a host.
+    "several": [
+        _step("expert-parallel", 110, "expert-parallel --parts 1 2 4"),
+        _step("exchanges", 80, "expert-parallel --exchange all --no-peers"),
+        _step("fsdp", 215, "fsdp"),
+    ],
 }
 
 

@@ -26,7 +26,7 @@ ONE_GPU = (
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
-ALL_GPUS = ("fsdp", "expert_parallel", "exchanges")
+ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 

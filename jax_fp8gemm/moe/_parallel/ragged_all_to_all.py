@@ -20,7 +20,7 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 How = tuple[jax.Array, ...]  # input_offsets, send_sizes, output_offsets and recv_sizes
 
 # Two H200s exchange the tokens of a layer at 3, 19, 58 and 86 GB/s a GPU with 1, 8, 32 and 64
-# updates (jax 0.11.2; exchanges.json in the results of benchmarks). On GB200s of one NVLink domain
+# updates (jax 0.11.2, `bench expert-parallel --exchange all`). On GB200s of one NVLink domain
 # 64 were no faster than 32 (marin-community/marin#8077). A power of two, because XLA's kernel
 # halves the number to share updates among CTAs. `bench expert-parallel --exchange` measures others.
 UPDATES = 64
