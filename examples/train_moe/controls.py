@@ -20,11 +20,17 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 
 
-def _rounded(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-    """Returns x rounded to e4m3 with one scale for all elements along `axes`; None: for all."""
+def _quantized(x: jax.Array, axes: tuple[int, ...] | None) -> tuple[jax.Array, jax.Array]:
+    """Returns x in e4m3, and one f32 scale for all elements along `axes`; None: for all."""
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / LARGEST
-    return ((wide / scale).astype(E4M3).astype(jnp.float32) * scale).astype(x.dtype)
+    return (wide / scale).astype(E4M3), scale
+
+
+def _rounded(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+    """Returns x rounded to e4m3, with scales as those of _quantized."""
+    values, scale = _quantized(x, axes)
+    return (values.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def per_tensor(x: jax.Array, axis: int) -> jax.Array:
@@ -58,18 +64,11 @@ def by_fast_accumulation(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     stay in the tensor core's few bits for all of k (--xla_gpu_enable_triton_gemm=false makes sure
     that it is cuBLASLt). Operands that have been rounded by per_tensor come back to the same e4m3.
     """
-    (lhs, a), (rhs, b) = map(_quantized, (lhs, rhs))
+    (lhs, a), (rhs, b) = (_quantized(x, None) for x in (lhs, rhs))
     dot = jax.lax.dot_general(
         lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     return (dot * (a * b)).astype(jnp.bfloat16)
-
-
-def _quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns x in e4m3, and its scale, an f32 scalar."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide)), 1e-30) / LARGEST
-    return (wide / scale).astype(E4M3), scale
 
 
 def as_it_is(x: jax.Array, axis: int) -> jax.Array:
