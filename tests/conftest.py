@@ -81,10 +81,9 @@ def _spread(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
 def _leave_out(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
     if most < 2:
         raise pytest.UsageError(f"--most-of-each must be 2 or more; got {most}")
-    of_each: dict[tuple[pathlib.Path, str], list[pytest.Item]] = {}
+    of_each: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name = getattr(item, "originalname", item.name)
-        of_each.setdefault((item.path, name), []).append(item)
+        of_each.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = {item for cases in of_each.values() for item in _spread(cases, most)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

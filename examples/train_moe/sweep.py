@@ -40,7 +40,7 @@ def sweep(options: Options, recipes: dict[str, Any], seeds: list[int], seconds: 
             own = dict(out=out, checkpoints=checkpoints, seed=seed, recipe=recipe, keeps_end=False)
             if not train(replace(options, **own, deadline=deadline)):
                 return False
-            shutil.rmtree(checkpoints, ignore_errors=True)
+            shutil.rmtree(checkpoints)
     return True
 
 
