@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_mesh:
         # JAX takes its memory at once. The bf16 layer of expert-parallel needs 110 GB of it.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        # Without it a run on two H200s stopped inside its first row, where a GPU waited for NCCL.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     else:
         # torch's peers share the card: JAX must not take three quarters of its memory first.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

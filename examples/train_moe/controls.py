@@ -20,17 +20,28 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 
 
+def to_e4m3(x: jax.Array) -> jax.Array:
+    """Returns f32 x, clipped to what e4m3 holds and rounded to its nearest value, ties to even.
+
+    It does not convert to e4m3 and back: XLA on a GPU drops such a pair, and nothing is rounded.
+    """
+    x = jnp.clip(x, -LARGEST, LARGEST)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(x * 512) / 512  # the spacing below 2^-6 is 2^-9
+    return jnp.where(jnp.abs(x) < 2**-6, subnormal, normal)
+
+
 def _quantized(x: jax.Array, axes: tuple[int, ...] | None) -> tuple[jax.Array, jax.Array]:
-    """Returns x in e4m3, and one f32 scale for all elements along `axes`; None: for all."""
+    """Returns f32 values of e4m3, and one f32 scale for all elements along `axes`; None: for all."""
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / LARGEST
-    return (wide / scale).astype(E4M3), scale
+    return to_e4m3(wide / scale), scale
 
 
 def _rounded(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
     """Returns x rounded to e4m3, with scales as those of _quantized."""
     values, scale = _quantized(x, axes)
-    return (values.astype(jnp.float32) * scale).astype(x.dtype)
+    return (values * scale).astype(x.dtype)
 
 
 def per_tensor(x: jax.Array, axis: int) -> jax.Array:
@@ -40,7 +51,7 @@ def per_tensor(x: jax.Array, axis: int) -> jax.Array:
 
 def unscaled(x: jax.Array, axis: int) -> jax.Array:
     """Returns x in e4m3 as it is: small values vanish, large ones saturate."""
-    return jnp.clip(x, -LARGEST, LARGEST).astype(E4M3).astype(x.dtype)
+    return to_e4m3(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def in_rows(x: jax.Array, axis: int) -> jax.Array:
@@ -66,7 +77,10 @@ def by_fast_accumulation(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """
     (lhs, a), (rhs, b) = (_quantized(x, None) for x in (lhs, rhs))
     dot = jax.lax.dot_general(
-        lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        lhs.astype(E4M3),
+        rhs.astype(E4M3),
+        (((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
     )
     return (dot * (a * b)).astype(jnp.bfloat16)
 

@@ -1,10 +1,12 @@
-"""A control of examples/train_moe whose sums stay in the tensor core."""
+"""Controls of examples/train_moe: how they round and multiply on a GPU."""
 
 import pathlib
 import runpy
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -22,3 +24,16 @@ def test_no_promotion_runs_by_cublaslt_in_fp8():
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(lhs, rhs)
     text = lowered.compile(compiler_options=options).as_text()
     assert text.count("__cublas$lt$matmul$f8") >= 3
+
+
+def test_a_control_rounds_to_e4m3():
+    """XLA on a GPU drops a conversion to FP8 and back: a control that has one rounds nothing."""
+    controls = runpy.run_path(str(CONTROLS))
+    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    scale = np.float32(np.abs(x).max() / np.float32(448))
+    want = (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    found = np.asarray(jax.jit(controls["per_tensor"], static_argnums=1)(x, -1))
+    # A quotient that lies between two values may round to either, as the division's last bit says.
+    assert np.mean(found != want) < 1e-3
+    np.testing.assert_allclose(found, want, rtol=0.125)
+    assert 0.01 < np.linalg.norm(found - x) / np.linalg.norm(x) < 0.05

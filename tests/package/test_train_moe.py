@@ -184,6 +184,17 @@ def test_a_control_rounds_what_it_multiplies(controls, name, grouped):
         assert np.linalg.norm(found - truth) < 4e-3 * np.linalg.norm(truth)
 
 
+def test_a_control_has_the_values_of_e4m3(controls):
+    """Every value, what lies half-way between two, and its neighbours."""
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values = np.sort(values[np.isfinite(values)])
+    ties = (values[1:] + values[:-1]) / 2
+    beside = (np.nextafter(ties, np.float32(side)) for side in (-1e9, 1e9))
+    x = np.concatenate([values, ties, *beside, np.float32([-1e9, 449, 1e-30])])
+    want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(controls["to_e4m3"])(x), want)
+
+
 def test_tokamax_multiplies_by_group_where_it_is_asked_to(controls, monkeypatch):
     """A module in its place: the real one has kernels for GPUs only."""
     monkeypatch.setitem(sys.modules, "tokamax", None)
