@@ -32,7 +32,7 @@ def to_e4m3(x: jax.Array) -> jax.Array:
 
 
 def _quantized(x: jax.Array, axes: tuple[int, ...] | None) -> tuple[jax.Array, jax.Array]:
-    """Returns f32 values of e4m3, and one f32 scale for all elements along `axes`; None: for all."""
+    """Returns f32 values of e4m3 and a scale. Elements along `axes` share it; None: all do."""
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / LARGEST
     return to_e4m3(wide / scale), scale

@@ -34,6 +34,6 @@ def test_a_control_rounds_to_e4m3():
     want = (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
     found = np.asarray(jax.jit(controls["per_tensor"], static_argnums=1)(x, -1))
     # A quotient that lies between two values may round to either, as the division's last bit says.
-    assert np.mean(found != want) < 1e-3
+    assert np.mean(~np.isclose(found, want, rtol=1e-6)) < 1e-3  # scales may differ in the last bit
     np.testing.assert_allclose(found, want, rtol=0.125)
     assert 0.01 < np.linalg.norm(found - x) / np.linalg.norm(x) < 0.05
