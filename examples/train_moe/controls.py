@@ -23,7 +23,7 @@ LARGEST = 448.0  # of e4m3
 def to_e4m3(x: jax.Array) -> jax.Array:
     """Returns f32 x, clipped to what e4m3 holds and rounded to its nearest value, ties to even.
 
-    It does not convert to e4m3 and back: XLA on a GPU drops such a pair, and nothing is rounded.
+    It does not convert to e4m3 and back: XLA on a GPU may drop such a pair, and nothing is rounded.
     """
     x = jnp.clip(x, -LARGEST, LARGEST)
     normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
