@@ -37,6 +37,10 @@ def _run(arguments: Sequence[str]) -> int:
         from benchmarks.tile_times import main as tile_times
 
         return tile_times(arguments[1:])
+    if command == "spread":
+        from benchmarks.spread import main as spread
+
+        return spread(arguments[1:])
     if command == "page":
         from benchmarks.pages.fill import main as page
 

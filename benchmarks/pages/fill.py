@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.pages.layers import energy_table, steps_table
+from benchmarks.pages.machines import machines_section
 from benchmarks.pages.readme import means_text, readme_table
 from benchmarks.pages.tables import files_table, regret_table, rows_table, summary_table
 from benchmarks.provenance import ROOT
@@ -24,6 +25,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "means": means_text,
     "steps": steps_table,
     "energy": energy_table,
+    "machines": machines_section,
 }
 
 

@@ -1,5 +1,6 @@
 """The table of README: a few rows of the results files."""
 
+from benchmarks.pages.machines import spread_text
 from benchmarks.pages.results import (
     Row,
     find,
@@ -49,7 +50,7 @@ def _cell(row: Row, peer: str) -> str:
 
 
 def means_text() -> str:
-    """Our speed over DeepGEMM's, by file."""
+    """Our speed over DeepGEMM's, by file, with its spread over machines where that is measured."""
     parts = []
     for table, title in (
         ("dense", "dense"),
@@ -65,6 +66,8 @@ def means_text() -> str:
         if mean is None:
             continue
         text = f"- {title}: {mean:.2f}x"
+        if spread := spread_text(table):
+            text += f" ({spread})"
         if has_other_kernels(rows):
             every = mean_ratio(rows, "deepgemm", ratio_of_all)
             text += f"; {every:.2f}x with every kernel of both calls"

@@ -136,12 +136,15 @@ def files_table() -> str:
     lines = []
     for table in (*ONE_GPU, *ALL_GPUS):
         if (document := load(table)) is not None:
-            lines.append([f"`{table}.json`", document["date"], _commit(document), *_how(document)])
+            lines.append(
+                [f"`{table}.json`", document["date"], commit_text(document), *_how(document)]
+            )
     header = ("file", "date", "commit", "GB/s of a copy", "rounds", *_VERSIONS)
     return markdown(header, lines)
 
 
-def _commit(document: Document) -> str:
+def commit_text(document: Document) -> str:
+    """The commit of the sources, and whether they were changed."""
     return f"{document['commit']}{' with changes' if document.get('dirty') else ''}"
 
 

@@ -1,5 +1,6 @@
-"""The SM clock and the energy of a block of work, where nvidia-ml-py is installed."""
+"""Which GPU this is, the SM clock and the energy of a block of work. It needs nvidia-ml-py."""
 
+import hashlib
 import statistics
 import threading
 from typing import Any
@@ -61,6 +62,18 @@ class Energy:
             return None
         start, end = self._millijoules
         return (end - start) / 1e3 / num_calls
+
+
+def gpu_hash() -> str | None:
+    """A short hash of the GPU's UUID, which tells GPUs apart; None where NVML does not say it."""
+    try:
+        nvml, device = _device()
+        uuid = nvml.nvmlDeviceGetUUID(device)
+    except Exception:  # as above
+        return None
+    # Older versions of nvidia-ml-py return bytes.
+    text = uuid.decode() if isinstance(uuid, bytes) else uuid
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _device() -> tuple[Any, Any]:

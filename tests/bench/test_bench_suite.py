@@ -6,7 +6,9 @@ import pytest
 
 import benchmarks
 from benchmarks import options, suite, warm_deepgemm
+from benchmarks.case import Case
 from benchmarks.options import MESH
+from benchmarks.problem import Shape, Work
 from benchmarks.suite_steps import PIECES, Step, smoke_piece
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
@@ -88,11 +90,11 @@ def test_deepgemm_is_compiled_by_shares(monkeypatch):
         def __init__(self, i):
             self.queue, self.run = Queue, lambda: i
 
-    class Case:
-        def __init__(self, i):
-            self.labels = {"accumulate": i != 3}
-            self.peers = {"deepgemm": lambda: Call(i)}
+    def case(i):
+        of_deepgemm = {"deepgemm": lambda: Call(i)}
+        labels = {"accumulate": i != 3}
+        return Case(labels, Shape(1, 1, 1), Work(1, 1), "", lambda: None, of_deepgemm)
 
-    monkeypatch.setattr(warm_deepgemm, "cases_of", lambda *table: [Case(i) for i in range(6)])
+    monkeypatch.setattr(warm_deepgemm, "cases_of", lambda *table: [case(i) for i in range(6)])
     assert [warm_deepgemm.compile_share(["dense"], i, 2) for i in range(2)] == [0, 0]
     assert sorted(rows) == [0, 1, 2, 4, 5]
