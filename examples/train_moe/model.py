@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import controlled
 import controls
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def _modules(recipe, mesh):
             raise ValueError("a control runs on one device; got a mesh: leave out --mesh")
         product = functools.partial(controls.dot_general, recipe)
         linear = functools.partial(nnx.Linear, dot_general=product)
-        others = (functools.partial(c, control=recipe) for c in (controls.SwiGLU, controls.MoE))
+        others = (functools.partial(c, control=recipe) for c in (controlled.SwiGLU, controlled.MoE))
         return linear, *others
     parallel = {} if mesh is None else dict(expert_axis="expert", mesh=mesh)
     linear, swiglu = (functools.partial(c, recipe=recipe) for c in (fp8.Linear, fp8.SwiGLU))
