@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_fp8gemm import moe
 from jax_fp8gemm import nnx as fp8
 from jax_fp8gemm.moe.configs import MoEConfig
 
@@ -95,9 +96,13 @@ class Block(nnx.Module):
             self.mlp = swiglu(size.dim, f, **how)
         else:
             self.mlp = experts(size.config(), **how)
+        # Small beside x at first, so that tokens still differ in the last block.
+        added = [self.out.kernel] + [getattr(self.mlp, n) for n in _DOWN if hasattr(self.mlp, n)]
+        for kernel in added:
+            kernel[...] *= (2 * size.layers) ** -0.5
 
     def __call__(self, x):
-        """Returns x after the block, and the load of its experts, or None."""
+        """Returns x after the block, and the load and loss of balance of its experts, or None."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], -1, HEAD_DIM), 3, axis=2)
         heads = attend(rotate(q), rotate(k), v, self.attention)
@@ -105,8 +110,12 @@ class Block(nnx.Module):
         h = self.mlp_norm(x)
         if isinstance(self.mlp, fp8.MoE):
             out, load = self.mlp(h, return_load=True)
-            return x + out, load
+            logits = jnp.matmul(h.astype(jnp.float32), self.mlp.router[...])
+            return x + out, (load, moe.load_balancing_loss(logits, load, scoring="sigmoid"))
         return x + self.mlp(h), None
+
+
+_DOWN = ("w_down", "shared_down")
 
 
 def _modules(recipe, mesh):
@@ -124,8 +133,9 @@ def _modules(recipe, mesh):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes (batch, length) -> f32 logits of the next byte, and loads (layers - 1, experts).
+    """Bytes (batch, length) -> f32 logits of the next byte, loads (layers - 1, experts), a loss.
 
+    The loss is that of balance, the sum over layers: 1 for each whose experts have the same load.
     Embedding and head stay in bf16, the router in f32.
     """
 
@@ -134,18 +144,20 @@ class LanguageModel(nnx.Module):
         # As large as what a block adds. With smaller values all tokens would look alike behind the
         # first attention, which begins as a mean of tokens, and would choose the same experts.
         self.embed = linear(VOCAB, size.dim, kernel_init=jax.nn.initializers.normal(1.0))
-        self.head = linear(size.dim, VOCAB)
+        # The first loss is little more than log(VOCAB).
+        self.head = linear(size.dim, VOCAB, kernel_init=jax.nn.initializers.normal(0.02))
         blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, tokens):
         # Not a look-up: on a GPU its gradient is added in an order that changes from run to run.
-        x, loads = self.embed(jax.nn.one_hot(tokens, VOCAB)), []
+        x, found = self.embed(jax.nn.one_hot(tokens, VOCAB)), []
         for block in self.blocks:
-            x, load = block(x)
-            loads += [] if load is None else [load]
-        return self.head(self.norm(x)).astype(jnp.float32), jnp.stack(loads)
+            x, of_experts = block(x)
+            found += [] if of_experts is None else [of_experts]
+        loads, uneven = (jnp.stack(values) for values in zip(*found, strict=True))
+        return self.head(self.norm(x)).astype(jnp.float32), loads, jnp.sum(uneven)
 
 
 def count(size: Size, params: Any) -> tuple[int, int, float]:

@@ -15,7 +15,12 @@ from jax_fp8gemm import Recipe, master_weights, moe
 from jax_fp8gemm import nnx as fp8
 from jax_fp8gemm.nnx import BalanceBias
 
-BALANCE_RATE = 1e-3  # as DeepSeek-V3's
+WARM_UP = 0.1  # share of the steps in which the learning rate rises
+# That of Switch Transformers. Without it all tokens choose the same experts for hundreds of steps,
+# because the router moves faster than the biases do.
+BALANCE_LOSS = 1e-2
+BALANCE_RATES = 1e-2, 1e-3  # of the biases: in the first step, and after the warm-up
+BALANCED = 0.9  # share of the steps after which the biases stay, as at the end of DeepSeek-V3's
 
 
 class State(NamedTuple):
@@ -57,10 +62,14 @@ class Program:
         )
         self.graph = nnx.eval_shape(lambda: LanguageModel(size, recipe, mesh, nnx.Rngs(0)))
         self.graph = nnx.split(self.graph, nnx.Param, BalanceBias)[0]
-        warmup = max(1, steps // 20)
-        self.rate = optax.warmup_cosine_decay_schedule(0, size.rate, warmup, steps, size.rate / 10)
+        warm_up = max(1, round(WARM_UP * steps))
+        # To zero: with a rate left, the last losses have the noise of the last batches.
+        rate = optax.warmup_cosine_decay_schedule(0, size.rate, warm_up, steps)
+        balance = optax.linear_schedule(*BALANCE_RATES, warm_up)
+        balanced = round(BALANCED * steps)
+        self.rates = lambda step: (rate(step), jnp.where(step < balanced, balance(step), 0.0))
         is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-        adam = optax.adamw(self.rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
+        adam = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
 
         def start(key):
@@ -76,8 +85,9 @@ class Program:
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
         batch = jax.ShapeDtypeStruct((size.batch, size.length + 1), jnp.int32, sharding=self.axes)
         # Compiled here, so that the first step takes as long as the others.
-        self.step = step.lower(self.shapes, batch).compile()
-        self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[0])
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        self.step = step.lower(self.shapes, batch, number).compile()
+        self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[1][0])
 
     def place(self, tokens):
         """Returns a batch on the devices, its sequences over all of them."""
@@ -91,16 +101,17 @@ class Program:
 
     def _loss(self, params, state: State, tokens):
         pure = nnx.merge(self.graph, nnx.State(params), nnx.State(state.biases))
-        logits, loads = pure(tokens[:, :-1])
+        logits, loads, balance = pure(tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean(), loads
+        loss = losses.mean()
+        return loss + BALANCE_LOSS * balance, (loss, loads)
 
     def _quantized(self, state: State):
         model = nnx.merge(self.graph, nnx.State(state.params), nnx.State(state.biases))
         fp8.quantize_weights(model)
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
-    def _step(self, state: State, tokens):
+    def _step(self, state: State, tokens, step):
         weights = self._quantized(state) if self.quantizes_once else state.params
 
         def gradient(tokens):
@@ -121,16 +132,18 @@ class Program:
             zeros = jax.eval_shape(gradient, parts[0])
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
             sums, _ = jax.lax.scan(add, zeros, parts)
-        (loss, loads), gradients = sums
+        (_, (loss, loads)), gradients = sums
         loss, gradients = jax.tree.map(lambda x: x / self.micro_batches, (loss, gradients))
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        rate, balance_rate = self.rates(step)
         leaves, tree = jax.tree.flatten(state.biases)  # one for each layer with experts, in order
         biases = [
-            moe.update_balance_bias(b, load, BALANCE_RATE)
+            moe.update_balance_bias(b, load, balance_rate)
             for b, load in zip(leaves, loads, strict=True)
         ]
         metrics = dict(
             loss=loss,
+            rate=rate,
             grad_norm=optax.tree.norm(gradients),
             # 1: every expert has as many tokens as the others.
             max_load=jnp.max(loads / jnp.mean(loads, axis=1, keepdims=True)),
