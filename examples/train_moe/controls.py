@@ -1,8 +1,9 @@
 """Products that are expected to train worse than the package's: the controls of the evidence.
 
-A control rounds operands as a coarser FP8 recipe would. Then it multiplies in bf16, which holds
-what was rounded to e4m3 with an error far below that of e4m3. So it runs at the speed of bf16. One
-control, no_promotion, multiplies in FP8 where no expert is chosen.
+A control rounds operands as a coarser recipe would. Then it multiplies in bf16, which holds what
+was rounded to 8 bits or fewer with an error far below that of the rounding. So it runs at the speed
+of bf16. One control, no_promotion, multiplies in FP8 where no expert is chosen. One, bf16_again,
+rounds nothing.
 """
 
 from collections.abc import Callable
@@ -15,31 +16,42 @@ import jax.numpy as jnp
 from jax_fp8gemm import BF16, Recipe, matmul, ragged_dot
 
 BLOCK = 128
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
 
 
-def to_e4m3(x: jax.Array) -> jax.Array:
-    """Returns f32 x, clipped to what e4m3 holds and rounded to its nearest value, ties to even.
+class Format(NamedTuple):
+    """A format of floating point: bits of its mantissa, exponent of its least normal, largest."""
 
-    It does not convert to e4m3 and back: XLA on a GPU may drop such a pair, and nothing is rounded.
+    mantissa_bits: int
+    least_exponent: int
+    largest: float
+
+
+E4M3, E5M2, E2M1 = Format(3, -6, 448.0), Format(2, -14, 57344.0), Format(1, 0, 6.0)
+
+
+def to_format(x: jax.Array, kind: Format) -> jax.Array:
+    """Returns f32 x, clipped to what a format holds and rounded to its nearest, ties to even.
+
+    It does not convert to the format and back: XLA on a GPU may drop such a pair, and nothing is
+    rounded.
     """
-    x = jnp.clip(x, -LARGEST, LARGEST)
-    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
-    subnormal = jnp.round(x * 512) / 512  # the spacing below 2^-6 is 2^-9
-    return jnp.where(jnp.abs(x) < 2**-6, subnormal, normal)
+    x = jnp.clip(x, -kind.largest, kind.largest)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=kind.mantissa_bits)
+    spacing = 2.0 ** (kind.least_exponent - kind.mantissa_bits)  # below the least normal
+    subnormal = jnp.round(x / spacing) * spacing
+    return jnp.where(jnp.abs(x) < 2.0**kind.least_exponent, subnormal, normal)
 
 
-def _quantized(x: jax.Array, axes: tuple[int, ...] | None) -> tuple[jax.Array, jax.Array]:
-    """Returns f32 values of e4m3 and a scale. Elements along `axes` share it; None: all do."""
+def _quantized(x: jax.Array, axes: tuple[int, ...] | None, kind: Format = E4M3):
+    """Returns f32 values of a format and a scale. Elements along `axes` share it; None: all do."""
     wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / LARGEST
-    return to_e4m3(wide / scale), scale
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True), 1e-30) / kind.largest
+    return to_format(wide / scale, kind), scale
 
 
-def _rounded(x: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-    """Returns x rounded to e4m3, with scales as those of _quantized."""
-    values, scale = _quantized(x, axes)
+def _rounded(x: jax.Array, axes: tuple[int, ...] | None, kind: Format = E4M3) -> jax.Array:
+    """Returns x rounded to a format, with scales as those of _quantized."""
+    values, scale = _quantized(x, axes, kind)
     return (values * scale).astype(x.dtype)
 
 
@@ -50,14 +62,14 @@ def per_tensor(x: jax.Array, axis: int) -> jax.Array:
 
 def unscaled(x: jax.Array, axis: int) -> jax.Array:
     """Returns x in e4m3 as it is: small values vanish, large ones saturate."""
-    return to_e4m3(x.astype(jnp.float32)).astype(x.dtype)
+    return to_format(x.astype(jnp.float32), E4M3).astype(x.dtype)
 
 
-def in_rows(x: jax.Array, axis: int) -> jax.Array:
-    """Returns x in e4m3 with one scale for 128 elements along the contraction."""
+def in_rows(x: jax.Array, axis: int, kind: Format = E4M3) -> jax.Array:
+    """Returns x in a format with one scale for 128 elements along the contraction."""
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    return jnp.moveaxis(_rounded(blocks, (-1,)).reshape(x.shape), -1, axis)
+    return jnp.moveaxis(_rounded(blocks, (-1,), kind).reshape(x.shape), -1, axis)
 
 
 def in_squares(x: jax.Array, axis: int) -> jax.Array:
@@ -76,8 +88,8 @@ def by_fast_accumulation(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """
     (lhs, a), (rhs, b) = (_quantized(x, None) for x in (lhs, rhs))
     dot = jax.lax.dot_general(
-        lhs.astype(E4M3),
-        rhs.astype(E4M3),
+        lhs.astype(jnp.float8_e4m3fn),
+        rhs.astype(jnp.float8_e4m3fn),
         (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
@@ -97,6 +109,7 @@ class Control(NamedTuple):
     Attributes:
       matmul: what multiplies (m, k) by (k, n).
       ragged_dot: what multiplies (m, k) by (g, k, n) in bf16, given the sizes (g,) of groups.
+      jitter: initial values are moved at random by up to this share of themselves.
     """
 
     name: str
@@ -107,12 +120,19 @@ class Control(NamedTuple):
     ragged_dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = partial(
         ragged_dot, recipe=BF16
     )
+    jitter: float = 0.0
 
     def __repr__(self):
         return f"Control({self.name!r})"
 
 
+_FP4, _E5M2 = (partial(in_rows, kind=kind) for kind in (E2M1, E5M2))
 _ALL = (
+    # bf16 from values that differ by less than bf16's rounding. Its gap is the noise of a pair.
+    Control("bf16_again", as_it_is, as_it_is, as_it_is, jitter=2.0**-9),
+    # A mantissa of two bits, and of one, beside three of e4m3: recipes that are somewhat worse.
+    Control("e5m2", _E5M2, _E5M2, _E5M2),
+    Control("fp4", _FP4, _FP4, _FP4),
     Control("per_tensor", per_tensor, per_tensor, per_tensor),
     Control("unscaled", unscaled, unscaled, unscaled),
     # As DEEPSEEK_V3, but for cotangents: its report saw training diverge with them in squares.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from controls import Control
 from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -75,6 +76,8 @@ class Program:
         def start(key):
             _, params, biases = model(key)
             params, biases = nnx.to_pure_dict(params), nnx.to_pure_dict(biases)
+            if isinstance(recipe, Control) and recipe.jitter:
+                params = _moved(params, recipe.jitter, key)
             return State(params, biases, self.optimizer.init(params))
 
         self.shapes = jax.eval_shape(start, jax.random.key(0))
@@ -150,6 +153,14 @@ class Program:
         )
         params = optax.apply_updates(state.params, updates)
         return State(params, jax.tree.unflatten(tree, biases), optimizer), metrics
+
+
+def _moved(params, share: float, key):
+    """Returns each value moved at random by up to a share of itself."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+    move = lambda x, key: x * (1 + share * jax.random.uniform(key, x.shape, minval=-1.0))
+    return jax.tree.unflatten(tree, map(move, leaves, keys))
 
 
 def _shardings(tree, mesh):

@@ -2,6 +2,7 @@
 
 import pathlib
 import runpy
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
+FP4 = ml_dtypes.float4_e2m1fn
 CONTROLS = pathlib.Path(__file__).parents[2] / "examples" / "train_moe" / "controls.py"
 
 
@@ -24,6 +26,20 @@ def test_no_promotion_runs_by_cublaslt_in_fp8():
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(lhs, rhs)
     text = lowered.compile(compiler_options=options).as_text()
     assert text.count("__cublas$lt$matmul$f8") >= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("E4M3", ml_dtypes.float8_e4m3fn), ("E5M2", ml_dtypes.float8_e5m2), ("E2M1", FP4)],
+)
+def test_a_control_has_the_values_of_its_format(kind, dtype):
+    """XLA on a GPU may drop a conversion to FP8 and back, and then nothing is rounded."""
+    controls = runpy.run_path(str(CONTROLS))
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32) * largest / 3
+    want = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
+    found = jax.jit(partial(controls["to_format"], kind=controls[kind]))(x)
+    np.testing.assert_array_equal(np.asarray(found), want)
 
 
 def test_a_control_rounds_to_e4m3():
