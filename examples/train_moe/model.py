@@ -54,7 +54,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(128, 2, 4, 2, 128, length=64, batch=8, rate=3e-3),
-    "25m": Size(384, 6, 8, 2, 384, length=512, batch=16, rate=1.5e-3),
+    "30m": Size(384, 6, 16, 4, 256, length=512, batch=16, rate=1.5e-3),
     "300m": Size(1024, 10, 16, 4, 512, length=1024, batch=32, rate=6e-4),
     "1b": Size(2048, 8, 16, 4, 1024, length=2048, batch=64, rate=3e-4),
 }

@@ -18,7 +18,7 @@ from training import Program, State, program
 import jax_fp8gemm
 from jax_fp8gemm import Recipe
 
-EVALUATED = 4  # held-out batches
+EVALUATED = 16  # held-out batches
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,23 @@ def train(options: Options) -> bool:
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)
             about |= dict(device=jax.devices()[0].device_kind, devices=code.num_devices)
+            about |= dict(text_bytes=len(text.bytes))
             about |= dict(peak_bytes=code.peak_bytes(), **_origin())  # bytes of each device
             metrics.write("start", first, recipe=repr(options.recipe), **about)
+            steps = Steps(code, text, flop, metrics)
             for step in tqdm(range(first, last), initial=first, total=last, disable=None):
                 if time.time() > options.deadline:
                     last = step
                     break
-                state = _take(code, state, text, step, flop, metrics)
+                state = steps.take(state, step)
                 done = step + 1
                 if done % options.evaluate_every == 0 or done == options.steps:
+                    steps.finish()
                     metrics.write("evaluation", done, loss=_evaluate(code, state, text))
                 if done % options.save_every == 0 and done < last:
+                    steps.finish()
                     _save(checkpoints, done, state, identity)
+            steps.finish()
             if last > first and (options.keeps_end or last < options.steps):
                 _save(checkpoints, last, state, identity)
             kind = "end" if last == options.steps else "stop"
@@ -114,20 +119,42 @@ def _origin() -> dict:
     return found | source_commit()
 
 
-def _take(code: Program, state: State, text: Text, step: int, flop: float, metrics) -> State:
-    """Takes one step and writes its metrics: tokens of all devices, TFLOPS of each."""
-    batch = text.at(step)
-    start = time.perf_counter()
-    state, found = code.step(state, code.place(batch), np.int32(step))
-    found = {name: float(x) for name, x in found.items()}  # waits for the step
-    seconds = time.perf_counter() - start
-    tokens = batch.shape[0] * (batch.shape[1] - 1)
-    of_device = flop * tokens / seconds / code.num_devices
-    speed = dict(tokens_per_s=tokens / seconds, tflops=of_device / 1e12)
-    # Two runs with equal checksums of a step saw the same bytes.
-    seen = dict(batch=hashlib.sha256(batch.tobytes()).hexdigest()[:16])
-    metrics.write("step", step + 1, **found, **speed, **seen, seconds=seconds)
-    return state
+class Steps:
+    """Takes steps. It waits for one when the next is under way, so that no device waits for it."""
+
+    def __init__(self, code: Program, text: Text, flop: float, metrics: "Metrics"):
+        self.code, self.text, self.flop, self.metrics = code, text, flop, metrics
+        self.under_way: tuple | None = None
+        self.since = time.perf_counter()
+
+    def take(self, state: State, step: int) -> State:
+        """Starts a step, and finishes the one before it."""
+        batch = self.text.at(step)
+        if self.under_way is None:
+            self.since = time.perf_counter()
+        state, found = self.code.step(state, self.code.place(batch), np.int32(step))
+        self.finish()
+        self.under_way = step, batch, found
+        return state
+
+    def finish(self) -> None:
+        """Waits for the step that is under way, if one is, and writes its metrics.
+
+        Seconds are those since the step before it ended. Tokens are those of all devices, TFLOPS
+        those of each.
+        """
+        if self.under_way is None:
+            return
+        (step, batch, found), self.under_way = self.under_way, None
+        found = {name: float(x) for name, x in found.items()}
+        now = time.perf_counter()
+        seconds, self.since = now - self.since, now
+        tokens = batch.shape[0] * (batch.shape[1] - 1)
+        of_device = self.flop * tokens / seconds / self.code.num_devices
+        speed = dict(tokens_per_s=tokens / seconds, tflops=of_device / 1e12)
+        # Two runs with equal checksums of a step saw the same bytes.
+        seen = dict(batch=hashlib.sha256(batch.tobytes()).hexdigest()[:16])
+        self.metrics.write("step", step + 1, **found, **speed, **seen, seconds=seconds)
 
 
 def _evaluate(code: Program, state: State, text: Text) -> float:

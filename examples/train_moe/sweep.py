@@ -25,22 +25,25 @@ def sweep(options: Options, recipes: dict[str, Any], seeds: list[int], seconds: 
     """Trains each recipe with each seed, as far as `seconds` go; returns whether all have ended.
 
     All recipes of a seed come before the next seed, so that a budget that ends early leaves pairs.
-    A run that is at its end keeps its metrics, OUT/NAME-SEED/metrics.jsonl, and no checkpoint.
+    A run that is at its end keeps its metrics, OUT/NAME-SEED/metrics.jsonl, and no checkpoint. No
+    run begins for which less time is left than the last one took.
     """
-    deadline = time.time() + seconds
+    deadline, took = time.time() + seconds, 0.0
     scratch = options.checkpoints or options.out / "checkpoints"
     for seed in seeds:
         for name, recipe in recipes.items():
             out, checkpoints = options.out / f"{name}-{seed}", scratch / f"{name}-{seed}"
             if is_at_end(out):
                 continue
-            if time.time() > deadline:
+            begin = time.time()
+            if begin + took > deadline:
                 return False
             print(f"{out.name}: {max(0, deadline - time.time()):.0f} s left", flush=True)
             own = dict(out=out, checkpoints=checkpoints, seed=seed, recipe=recipe, keeps_end=False)
             if not train(replace(options, **own, deadline=deadline)):
                 return False
             shutil.rmtree(checkpoints)
+            took = time.time() - begin
     return True
 
 
