@@ -87,6 +87,8 @@ def parse(args):
     many.add_argument("--seconds", type=float, required=True, help="stop after so long")
     many.add_argument("--recipes", choices=RECIPES, nargs="+", default=list(RECIPES))
     many.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    fork = "recipes of a seed go on from one run of bf16, which stops at this step"
+    many.add_argument("--fork-at", type=int, help=fork)
     draw = commands.add_parser("plot")
     draw.add_argument("folder", type=pathlib.Path)
     draw.add_argument("--to", type=pathlib.Path, help="the picture, if not FOLDER/losses.png")

@@ -43,6 +43,7 @@ class Options:
     stop_after: int | None = None
     deadline: float = float("inf")
     keeps_end: bool = True  # a checkpoint of the last step
+    fork_at: int | None = None  # the step of a checkpoint that runs of several recipes go on from
 
     @property
     def sizes(self):
@@ -80,6 +81,8 @@ def train(options: Options) -> bool:
     folder = (options.checkpoints or options.out / "checkpoints").absolute()
     with ocp.CheckpointManager(folder, options=_checkpoint_options()) as checkpoints:
         state, first = _begin(checkpoints, code, options.seed, identity)
+        if first == options.fork_at:
+            state = state._replace(params=code.move(state.params, jax.random.key(options.seed)))
         last = min(options.steps, options.stop_after or options.steps)
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)

@@ -76,10 +76,11 @@ class Program:
         def start(key):
             _, params, biases = model(key)
             params, biases = nnx.to_pure_dict(params), nnx.to_pure_dict(biases)
-            if isinstance(recipe, Control) and recipe.jitter:
-                params = _moved(params, recipe.jitter, key)
+            params = self.move(params, key)
             return State(params, biases, self.optimizer.init(params))
 
+        jitter = recipe.jitter if isinstance(recipe, Control) else 0.0
+        self.move = jax.jit(functools.partial(_moved, jitter))
         self.shapes = jax.eval_shape(start, jax.random.key(0))
         shardings = _shardings(self.shapes, mesh)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -155,8 +156,10 @@ class Program:
         return State(params, jax.tree.unflatten(tree, biases), optimizer), metrics
 
 
-def _moved(params, share: float, key):
+def _moved(share: float, params, key):
     """Returns each value moved at random by up to a share of itself."""
+    if share == 0:
+        return params
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
     move = lambda x, key: x * (1 + share * jax.random.uniform(key, x.shape, minval=-1.0))

@@ -104,6 +104,21 @@ def test_recipes_of_a_seed_see_the_same_and_a_sweep_goes_on(run, whole, tmp_path
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_recipes_go_on_from_one_run_of_bf16(run, tmp_path):
+    how = "sweep", "--out", tmp_path, *SMALL, "--seeds", 0, "--fork-at", 3
+    # It waits for the process that has bf16.
+    assert run(*how, "--recipes", "deepseek_v3", "--seconds", 0.5) == 3
+    assert run(*how, "--recipes", "bf16", "bf16_again", "fp4", "--seconds", 600) == 0
+    assert run(*how, "--recipes", "deepseek_v3", "--seconds", 600) == 0
+    assert column(tmp_path / "fork-0", "step") == [1, 2, 3]
+    first = {}
+    for name in ("bf16", "bf16_again", "fp4", "deepseek_v3"):
+        assert column(tmp_path / f"{name}-0", "step") == [4, 5, 6]
+        first[name] = column(tmp_path / f"{name}-0", "loss")[0]
+    assert len(set(first.values())) == 4
+    assert all(abs(loss - first["bf16"]) < 0.05 for loss in first.values()), first
+
+
 def test_another_seed_sees_other_batches(run, whole, tmp_path):
     text = runpy.run_path(str(EXAMPLE / "text.py"))["Text"]
     first, again, other = (text(DATA, 32, 4, seed) for seed in (0, 0, 1))
