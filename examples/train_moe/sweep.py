@@ -83,5 +83,5 @@ def _wait(options: Options, seed: int) -> bool:
 
 
 def has(out: pathlib.Path, kind: str, step: int | None) -> bool:
-    """Returns whether the metrics in this folder have a line of a kind, such as "end", at a step."""
+    """Returns whether the metrics in this folder have a line of a kind, say "end", at a step."""
     return any((x["kind"], x["step"]) == (kind, step) for x in read(out / "metrics.jsonl"))
