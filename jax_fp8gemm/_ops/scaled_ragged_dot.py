@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax.numpy as jnp
 
@@ -17,6 +17,8 @@ from jax_fp8gemm._primitives.grouped_gemm import UnusedRows, grouped_gemm
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+_UNUSED_ROWS = get_args(UnusedRows)
+
 
 @naming_devices
 def scaled_ragged_dot(
@@ -24,8 +26,8 @@ def scaled_ragged_dot(
     rhs: ScaledArray,
     group_sizes: Int[Array, " g"],
     *,
-    out_dtype: Any = jnp.bfloat16,
     unused_rows: UnusedRows = "zero",
+    out_dtype: Any = jnp.bfloat16,
     implementation: Implementation = None,
 ) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
     """Multiplies each group of rows of lhs by the transpose of its own rhs[i].
@@ -39,11 +41,11 @@ def scaled_ragged_dot(
       rhs: (g, n, k) with scale blocks (128, 128).
       group_sizes: (g,) integers, which stay on the device. A negative size counts as 0. A group
         that would end past row m, or max_m, ends there.
-      out_dtype: bfloat16 or float32.
       unused_rows: what the rows of no group hold in the result. "zero": zeros. "undefined", of the
         masked form alone: anything, also NaN and other values in each run. Nothing is then written
         there, which saves g * max_m * n elements of memory traffic. For callers that never read
         these rows.
+      out_dtype: bfloat16 or float32.
       implementation: as for scaled_matmul.
     Returns:
       (m, n) or (g, max_m, n) array of out_dtype. Rows of no group are as `unused_rows` says,
@@ -72,9 +74,9 @@ def scaled_ragged_dot(
             f"{op}: lhs (g, max_m, k) and rhs (g, n, k) must share g; "
             f"got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
         )
-    if not isinstance(unused_rows, str) or unused_rows not in ("zero", "undefined"):
-        got = checks.short_repr(unused_rows)
-        raise ValueError(f"{op}: unused_rows must be 'zero' or 'undefined'; got {got}")
+    if not isinstance(unused_rows, str) or unused_rows not in _UNUSED_ROWS:
+        names, got = " or ".join(map(repr, _UNUSED_ROWS)), checks.short_repr(unused_rows)
+        raise ValueError(f"{op}: unused_rows must be {names}; got {got}")
     if unused_rows == "undefined" and lhs.ndim == 2:
         raise ValueError(
             f"{op}: unused_rows='undefined' must go with lhs (g, max_m, k); "
