@@ -53,9 +53,9 @@ def ragged_dot_general(
     preferred_element_type: Any = None,
     group_offset: Int[Array, " 1"] | None = None,
     *,
+    out_sharding: Any = None,
     recipe: Recipe | str = DEEPSEEK_V3,
     implementation: Implementation = None,
-    out_sharding: Any = None,
 ) -> Float[Array, ...]:
     """Computes jax.lax.ragged_dot_general in FP8, for ragged rows and for a ragged contraction.
 
