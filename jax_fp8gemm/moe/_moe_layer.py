@@ -91,13 +91,13 @@ def moe_layer(
     w_down: Float[Array, "num_experts f d"] | QuantizedWeight | ScaledArray,
     *,
     top_k: int | None = None,
+    return_load: bool = False,
     scoring: Scoring = "softmax",
     normalize: bool = True,
     bias: Float[Array, " num_experts"] | None = None,
     n_group: int | None = None,
     topk_group: int | None = None,
     scale: float = 1.0,
-    return_load: bool = False,
     biases: tuple[Float[Array, "num_experts two_f"], Float[Array, "num_experts d"]] | None = None,
     activation: Activation = "silu",
     shared_expert: tuple[
@@ -124,8 +124,8 @@ def moe_layer(
         (..., top_k), a choice made elsewhere, as `permute` and `unpermute` take it.
       w_gate_up, w_down: the weights of num_experts experts, as for moe_mlp.
       top_k: the number of experts of each token. Logits need it.
-      scoring, normalize, bias, n_group, topk_group, scale: as for route. They go with logits only.
       return_load: whether to return the load too.
+      scoring, normalize, bias, n_group, topk_group, scale: as for route. They go with logits only.
       biases, activation, recipe, implementation: as for moe_mlp. Biases are cut as the experts are.
       gate_up_pieces: as for moe_mlp; that of the shared expert, too. It goes without expert_axis:
         in a shard_map over an axis that cuts features, each device has a gate | up of its own.

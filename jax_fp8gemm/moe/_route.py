@@ -38,14 +38,14 @@ def route(
     logits: Float[Array, "*batch num_experts"],
     top_k: int,
     *,
+    return_load: bool = False,
     scoring: Scoring = "softmax",
+    batch_invariant: bool = False,
     normalize: bool = True,
     bias: Float[Array, " num_experts"] | None = None,
     n_group: int | None = None,
     topk_group: int | None = None,
     scale: float = 1.0,
-    batch_invariant: bool = False,
-    return_load: bool = False,
 ) -> (
     tuple[Int32[Array, "*batch top_k"], Float32[Array, "*batch top_k"]]
     | tuple[
@@ -59,9 +59,14 @@ def route(
     Args:
       logits: (..., num_experts) bf16, f16 or f32. All is computed in f32.
       top_k: 1..num_experts.
+      return_load: whether to return the load too.
       scoring: what makes the score of an expert of its logit x. "softmax" is over all experts,
         "sigmoid" (DeepSeek-V3) and "sqrtsoftplus", sqrt(log(1 + exp(x))) (DeepSeek-V4), are of
         each logit.
+      batch_invariant: whether the choices and the weights of a token, and their gradients, have
+        bits that depend on its logits alone: not on the other tokens, on the program around, or on
+        the machine (docs/numerics.md). It costs 400 to 1100 integer operations for each score.
+        Weights below 2^-126 are 0. They are then differentiable once, in reverse mode.
       normalize: whether to divide the scores of the chosen experts by their sum. A softmax is then
         one over the chosen logits. The ratio is that of the exact scores, even if all of them
         underflow; DeepSeek's code adds 1e-20 to the sum, which f32 shows only below 1e-12.
@@ -73,11 +78,6 @@ def route(
         with their bias; of equal groups the first is better. (DeepSeek-V3's code, inference/
         model.py.)
       scale: a number above 0, by which all weights are multiplied.
-      batch_invariant: whether the choices and the weights of a token, and their gradients, have
-        bits that depend on its logits alone: not on the other tokens, on the program around, or on
-        the machine (docs/numerics.md). It costs 400 to 1100 integer operations for each score.
-        Weights below 2^-126 are 0. They are then differentiable once, in reverse mode.
-      return_load: whether to return the load too.
     Returns:
       indices (..., top_k) int32, the best choice first, and weights (..., top_k) f32, the scores of
       these experts. The weights are differentiable in logits. With return_load also the load,
