@@ -49,9 +49,7 @@ _INPUT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 @jax.named_scope("fp8gemm_swiglu_quantize")
 def swiglu_quantize(
     gate_up: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array,
-    *,
+    *of_groups: jax.Array,
     activation: Activation = "silu",
     pieces: int = 1,
     with_columns: bool,
@@ -61,10 +59,11 @@ def swiglu_quantize(
     """Quantises h, computed from gate_up (m, 2 f).
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
-    None. activation says what h is, and pieces how gate_up is laid out: each has whole scale blocks
-    of features. The other arguments are those of rows_and_ragged_columns.
+    None. of_groups are group_sizes and first_row. activation says what h is, and pieces how gate_up
+    is laid out: each has whole scale blocks of features. The other arguments are those of
+    rows_and_ragged_columns.
     """
-    operands = gate_up, group_sizes, first_row
+    operands = gate_up, *of_groups
     bind = partial(swiglu_quantize_p, activation=activation, pieces=pieces)
     mode = modes.of_columns(column_block, with_rows=True) if with_columns else "row"
     return _rows_and_columns(bind, operands, mode, args)
@@ -74,9 +73,7 @@ def swiglu_quantize(
 def swiglu_grad_quantize(
     gate_up: jax.Array,
     dh: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array,
-    *,
+    *of_groups: jax.Array,
     activation: Activation = "silu",
     pieces: int = 1,
     with_columns: bool,
@@ -86,7 +83,7 @@ def swiglu_grad_quantize(
 
     Returns rows (m, 2 f) and columns (2 f, t), as swiglu_quantize does, in the pieces of gate_up.
     """
-    operands = gate_up, dh, group_sizes, first_row
+    operands = gate_up, dh, *of_groups
     bind = partial(swiglu_grad_quantize_p, activation=activation, pieces=pieces)
     return _rows_and_columns(bind, operands, "row_column" if with_columns else "row", args)
 
