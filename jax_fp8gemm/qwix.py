@@ -174,21 +174,14 @@ class Provider(qwix.QuantizationProvider):
         return jax.core.Tracer.__matmul__(lhs, rhs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _ragged_dot(
-        self,
-        lhs: Any,
-        rhs: Any,
-        group_sizes: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        group_offset: Any = None,
-        **kwargs: Any,
+        self, lhs: Any, rhs: Any, group_sizes: Any, *args: Any, **kwargs: Any
     ) -> jax.Array:
         lhs, rhs = _value(lhs), _value(rhs)
         runner = self._runner("ragged_dot")
-        run = lax.ragged_dot
-        if runner.takes(lhs, rhs, precision, preferred_element_type):
-            run, kwargs = ragged_dot, {**kwargs, **runner.options}
-        return run(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **kwargs)
+        # args begin with precision and preferred_element_type, for lax's function and for ours.
+        if runner.takes(lhs, rhs, *args[:2], **kwargs):
+            return ragged_dot(lhs, rhs, group_sizes, *args, **kwargs, **runner.options)
+        return lax.ragged_dot(lhs, rhs, group_sizes, *args, **kwargs)
 
 
 class _Scope:

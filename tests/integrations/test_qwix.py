@@ -144,12 +144,31 @@ def test_weights_with_a_batch_dimension():
     assert products(lambda x: model(x), X) == STAYS
 
 
-def test_ragged_dot():
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        ((), {}),
+        ((None, jnp.float32), {}),
+        ((None,), dict(preferred_element_type=jnp.float32)),
+        ((None, None, jnp.zeros(1, jnp.int32)), {}),
+        ((), dict(group_offset=jnp.zeros(1, jnp.int32))),
+    ],
+)
+def test_ragged_dot(args, kwargs):
     sizes = jnp.asarray([3, 5])
-    model = converted(Function(lambda x, w: jax.lax.ragged_dot(x[0], w, sizes), (2, 32, 16)))
+    run = lambda x, w: jax.lax.ragged_dot(x[0], w, sizes, *args, **kwargs)
+    model = converted(Function(run, (2, 32, 16)))
     assert products(lambda x: model(x), X) == dict(grouped_gemm=1)
-    expected = fp8.ragged_dot(X[0], model.w.get_value(), sizes)
-    np.testing.assert_array_equal(jax.jit(lambda x: model(x))(X), expected)
+    expected = fp8.ragged_dot(X[0], model.w.get_value(), sizes, *args, **kwargs)
+    np.testing.assert_array_equal(jax.jit(lambda x: model(x))(X), expected, strict=True)
+
+
+@pytest.mark.parametrize("args, kwargs", [(("highest",), {}), ((), dict(precision="highest"))])
+def test_a_ragged_dot_of_high_precision_stays(args, kwargs):
+    sizes = jnp.asarray([3, 5])
+    run = lambda x, w: jax.lax.ragged_dot(x[0], w, sizes, *args, **kwargs)
+    model = converted(Function(run, (2, 32, 16)))
+    assert "grouped_gemm" not in products(lambda x: model(x), X)
 
 
 def test_the_first_rule_that_matches():
