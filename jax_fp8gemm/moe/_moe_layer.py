@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Required, TypeAlias, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -16,7 +16,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
-from jax_fp8gemm._ops.product_spec import check_recipe
+from jax_fp8gemm._ops.product_spec import Weights, check_recipe
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import settle
 from jax_fp8gemm.moe._biases import check_biases
@@ -46,6 +46,9 @@ from jax_fp8gemm.moe._shared_expert import add_shared_expert, check_shared_exper
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
+# Logits, or indices and weights.
+_Router: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+
 
 class _Arguments(RouteArguments, RunArguments, total=False):
     """The keywords of moe_layer beside return_load."""
@@ -53,32 +56,30 @@ class _Arguments(RouteArguments, RunArguments, total=False):
     top_k: int | None
     biases: tuple[Array, Array] | None
     activation: Activation
-    shared_expert: (
-        tuple[Array | QuantizedWeight | ScaledArray, Array | QuantizedWeight | ScaledArray] | None
-    )
+    shared_expert: tuple[Weights, Weights] | None
+
+
+class _WithoutLoad(_Arguments, total=False):
+    """The keywords of a call that returns y."""
+
+    return_load: Literal[False]
+
+
+class _WithLoad(_Arguments, total=False):
+    """The keywords of a call that returns y and the load."""
+
+    return_load: Required[Literal[True]]
 
 
 @overload
 def moe_layer(
-    x: Array,
-    router: Array | tuple[Array, Array],
-    w_gate_up: Array | QuantizedWeight | ScaledArray,
-    w_down: Array | QuantizedWeight | ScaledArray,
-    *,
-    return_load: Literal[False] = ...,
-    **how: Unpack[_Arguments],
+    x: Array, router: _Router, w_gate_up: Weights, w_down: Weights, **how: Unpack[_WithoutLoad]
 ) -> Array: ...
 
 
 @overload
 def moe_layer(
-    x: Array,
-    router: Array | tuple[Array, Array],
-    w_gate_up: Array | QuantizedWeight | ScaledArray,
-    w_down: Array | QuantizedWeight | ScaledArray,
-    *,
-    return_load: Literal[True],
-    **how: Unpack[_Arguments],
+    x: Array, router: _Router, w_gate_up: Weights, w_down: Weights, **how: Unpack[_WithLoad]
 ) -> tuple[Array, Array]: ...
 
 
