@@ -5,6 +5,26 @@
 
 namespace jax_fp8gemm {
 
+// How the kTotal slabs of a tile pass through a ring of kSlabs, which TMA stores drain.
+template <int kTotal, int kSlabs>
+struct SlabRing {
+  // Slabs that are written between two barriers: all of them, or half of the ring, so that the
+  // other half drains meanwhile.
+  static constexpr int kChunk = kSlabs >= kTotal ? kTotal : (kSlabs > 1 ? kSlabs / 2 : 1);
+  static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");
+
+  // Waits until the stores that used the chunk at `first` before have read it. Where the ring does
+  // not divide the tile, the last tile may have ended with the first slabs.
+  static __device__ __forceinline__ void wait(int first, bool is_store_warp, int consumer) {
+    constexpr int kPending = kSlabs >= kTotal ? 0 : kSlabs / kChunk - 1;
+    const bool waits_for_all = first == 0 && kTotal % kSlabs != 0;
+    if (is_store_warp && elect_one()) {
+      waits_for_all ? tma_store_wait_read<0>() : tma_store_wait_read<kPending>();
+    }
+    named_barrier_sync(1 + consumer, 128);
+  }
+};
+
 // Stores the tile of one consumer warpgroup by TMA, through slabs of 64 rows of 128 bytes: 64 bf16
 // or 32 f32 columns. In a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8), the 128-byte
 // swizzle, so that neither the writes nor TMA have bank conflicts. Where 64 does not divide
@@ -22,24 +42,14 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   constexpr int kSlabs = kNumSlabs * 128 / kRowBytes;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
-  // Slabs that are written between two barriers: all of them, or half of the ring, so that the
-  // other half drains meanwhile.
-  constexpr int kChunk = kSlabs >= kTotal ? kTotal : (kSlabs > 1 ? kSlabs / 2 : 1);
-  constexpr int kPending = kSlabs >= kTotal ? 0 : kSlabs / kChunk - 1;
-  static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");
+  using Ring = SlabRing<kTotal, kSlabs>;
   const bool is_store_warp = warp == 0;
   const int local_row = warp * 16 + (kIsF32 ? lane / 4 : lane % 16);
 #pragma unroll
-  for (int first = 0; first < kTotal; first += kChunk) {
-    // Wait until the stores that used these slabs before have read them. Where the ring does not
-    // divide the tile, the last tile may have ended with the first slabs.
-    const bool waits_for_all = first == 0 && kTotal % kSlabs != 0;
-    if (is_store_warp && elect_one()) {
-      waits_for_all ? tma_store_wait_read<0>() : tma_store_wait_read<kPending>();
-    }
-    named_barrier_sync(1 + consumer, 128);
+  for (int first = 0; first < kTotal; first += Ring::kChunk) {
+    Ring::wait(first, is_store_warp, consumer);
 #pragma unroll
-    for (int slab = first; slab < first + kChunk; ++slab) {
+    for (int slab = first; slab < first + Ring::kChunk; ++slab) {
       const float* d = promoted[slab / kSlabsPerRow] + (slab % kSlabsPerRow) * (kColumns / 2);
       uint8_t* rows = slabs + (slab % kSlabs) * kSlabBytes + local_row * kRowBytes;
       if constexpr (kIsF32) {
@@ -65,7 +75,7 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
     named_barrier_sync(1 + consumer, 128);
     if (is_store_warp && elect_one()) {
 #pragma unroll
-      for (int slab = first; slab < first + kChunk; ++slab) {
+      for (int slab = first; slab < first + Ring::kChunk; ++slab) {
         const uint8_t* source = slabs + (slab % kSlabs) * kSlabBytes;
         const int slab_column = column + (slab % kSlabsPerRow) * kColumns;
         const int slab_row = row + (slab / kSlabsPerRow) * 64;

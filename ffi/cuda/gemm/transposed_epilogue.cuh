@@ -42,21 +42,14 @@ __device__ __forceinline__ void store_tma_transposed(const TensorMap* map, uint8
   constexpr int kBoxes = kIsF32 ? 2 : 1;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
-  constexpr int kChunk = kNumSlabs >= kTotal ? kTotal : (kNumSlabs > 1 ? kNumSlabs / 2 : 1);
-  constexpr int kPending = kNumSlabs >= kTotal ? 0 : kNumSlabs / kChunk - 1;
+  using Ring = SlabRing<kTotal, kNumSlabs>;
   static_assert(kBlockN % kColumns == 0, "slabs are whole");
-  static_assert(kTotal % kChunk == 0, "slabs are written a chunk at a time");
   const bool is_store_warp = warp == 0;
 #pragma unroll
-  for (int first = 0; first < kTotal; first += kChunk) {
-    // Wait until the stores that used these slabs before have read them.
-    const bool waits_for_all = first == 0 && kTotal % kNumSlabs != 0;
-    if (is_store_warp && elect_one()) {
-      waits_for_all ? tma_store_wait_read<0>() : tma_store_wait_read<kPending>();
-    }
-    named_barrier_sync(1 + consumer, 128);
+  for (int first = 0; first < kTotal; first += Ring::kChunk) {
+    Ring::wait(first, is_store_warp, consumer);
 #pragma unroll
-    for (int slab = first; slab < first + kChunk; ++slab) {
+    for (int slab = first; slab < first + Ring::kChunk; ++slab) {
       const float* d = promoted[slab / kSlabsPerRow] + slab % kSlabsPerRow * (kColumns / 2);
       uint8_t* target = slabs + slab % kNumSlabs * kSlabBytes;
       if constexpr (kIsF32) {
@@ -70,7 +63,7 @@ __device__ __forceinline__ void store_tma_transposed(const TensorMap* map, uint8
     named_barrier_sync(1 + consumer, 128);
     if (is_store_warp && elect_one()) {
 #pragma unroll
-      for (int slab = first; slab < first + kChunk; ++slab) {
+      for (int slab = first; slab < first + Ring::kChunk; ++slab) {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
           const uint8_t* source = slabs + slab % kNumSlabs * kSlabBytes + box * 4096;
