@@ -21,26 +21,16 @@ std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns)
   const int64_t mb = CeilDiv(columns, kScaleBlock), kb = CeilDiv(k, kScaleBlock);
   const Output values = {&QuantizeParams::values, false, m, k};
   const Output transposed = {&QuantizeParams::transposed, false, k, columns};
-  const Output row_scale = {&QuantizeParams::scale, true, m, kb};
-  const Output column_scale = {&QuantizeParams::transposed_scale, true, k, mb};
-  const Output block_scale = {&QuantizeParams::scale, true, mb, kb};
-  const Output transposed_block_scale = {&QuantizeParams::transposed_scale, true, kb, mb};
-  switch (mode) {
-    case kRow:
-      return {values, row_scale};
-    case kColumn:
-      return {transposed, column_scale};
-    case kRowColumn:
-      return {values, row_scale, transposed, column_scale};
-    case kBlock:
-      return {values, block_scale};
-    case kBlockTransposed:
-      return {transposed, transposed_block_scale};
-    case kRowBlockTransposed:
-      return {values, row_scale, transposed, transposed_block_scale};
-    default:
-      return {values, transposed, block_scale};
-  }
+  // Rows or columns have a scale for each 128 elements, blocks one for 128 x 128.
+  const bool has_blocks = mode == kBlock || mode == kBlockBoth;
+  const bool has_column_scale = mode == kColumn || mode == kRowColumn;
+  const Output scale = {&QuantizeParams::scale, true, has_blocks ? mb : m, kb};
+  const Output transposed_scale = {&QuantizeParams::transposed_scale, true,
+                                   has_column_scale ? k : kb, mb};
+  if (mode == kBlockBoth) return {values, transposed, scale};
+  if (StoresRowsAndColumns(mode)) return {values, scale, transposed, transposed_scale};
+  if (mode == kRow || mode == kBlock) return {values, scale};
+  return {transposed, transposed_scale};
 }
 
 }  // namespace
