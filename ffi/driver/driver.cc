@@ -5,7 +5,9 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <type_traits>
+#include <string>
+
+#include "members.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -31,33 +33,21 @@ ffi::ErrorOr<Driver*> Open() {
   }
   auto opened = std::make_unique<Driver>();
   Driver* driver = opened.get();
-  const char* missing = nullptr;
-  auto load = [&](auto& function, const char* symbol) {
+  const auto find = [&](const char* name) {
     void* address = nullptr;
     int status = 0;
-    if (get_proc_address(symbol, &address, kMinVersion, 0, &status) != CUDA_SUCCESS ||
-        address == nullptr) {
-      missing = symbol;
-    }
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+    const CUresult result = get_proc_address(name, &address, kMinVersion, 0, &status);
+    return result == CUDA_SUCCESS ? address : nullptr;
   };
-  load(driver->cuInit, "cuInit");
-  load(driver->cuDriverGetVersion, "cuDriverGetVersion");
-  load(driver->cuGetErrorName, "cuGetErrorName");
-  load(driver->cuGetErrorString, "cuGetErrorString");
-  load(driver->cuDeviceGetCount, "cuDeviceGetCount");
-  load(driver->cuDeviceGet, "cuDeviceGet");
-  load(driver->cuDeviceGetName, "cuDeviceGetName");
-  load(driver->cuDeviceGetAttribute, "cuDeviceGetAttribute");
-  load(driver->cuCtxGetDevice, "cuCtxGetDevice");
-  load(driver->cuLibraryLoadData, "cuLibraryLoadData");
-  load(driver->cuLibraryGetKernel, "cuLibraryGetKernel");
-  load(driver->cuKernelGetFunction, "cuKernelGetFunction");
-  load(driver->cuKernelSetAttribute, "cuKernelSetAttribute");
-  load(driver->cuLaunchKernelEx, "cuLaunchKernelEx");
-  load(driver->cuMemsetD32Async, "cuMemsetD32Async");
-  load(driver->cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
-  if (missing != nullptr) {
+  const std::string missing =
+      SetFunctions<&Driver::cuInit, &Driver::cuDriverGetVersion, &Driver::cuGetErrorName,
+                   &Driver::cuGetErrorString, &Driver::cuDeviceGetCount, &Driver::cuDeviceGet,
+                   &Driver::cuDeviceGetName, &Driver::cuDeviceGetAttribute, &Driver::cuCtxGetDevice,
+                   &Driver::cuLibraryLoadData, &Driver::cuLibraryGetKernel,
+                   &Driver::cuKernelGetFunction, &Driver::cuKernelSetAttribute,
+                   &Driver::cuLaunchKernelEx, &Driver::cuMemsetD32Async,
+                   &Driver::cuTensorMapEncodeTiled>(*driver, find);
+  if (!missing.empty()) {
     return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
                               missing, ". Update the driver.");
   }

@@ -7,12 +7,13 @@
 #include <fstream>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <system_error>
-#include <type_traits>
 #include <utility>
 
 #include "errors.h"
 #include "jit/nvrtc_use.h"
+#include "members.h"
 
 namespace jax_fp8gemm {
 namespace {
@@ -61,22 +62,13 @@ std::unique_ptr<Nvrtc> Open(const std::string& path, std::string* fault) {
     return nullptr;
   }
   auto nvrtc = std::make_unique<Nvrtc>();
-  const char* missing = nullptr;
-  auto load = [&](auto& function, const char* symbol) {
-    void* address = dlsym(library, symbol);
-    if (address == nullptr) missing = symbol;
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
-  };
-  load(nvrtc->nvrtcGetErrorString, "nvrtcGetErrorString");
-  load(nvrtc->nvrtcVersion, "nvrtcVersion");
-  load(nvrtc->nvrtcCreateProgram, "nvrtcCreateProgram");
-  load(nvrtc->nvrtcDestroyProgram, "nvrtcDestroyProgram");
-  load(nvrtc->nvrtcCompileProgram, "nvrtcCompileProgram");
-  load(nvrtc->nvrtcGetProgramLogSize, "nvrtcGetProgramLogSize");
-  load(nvrtc->nvrtcGetProgramLog, "nvrtcGetProgramLog");
-  load(nvrtc->nvrtcGetCUBINSize, "nvrtcGetCUBINSize");
-  load(nvrtc->nvrtcGetCUBIN, "nvrtcGetCUBIN");
-  if (missing != nullptr) {
+  const auto find = [&](const char* name) { return dlsym(library, name); };
+  const std::string missing =
+      SetFunctions<&Nvrtc::nvrtcGetErrorString, &Nvrtc::nvrtcVersion, &Nvrtc::nvrtcCreateProgram,
+                   &Nvrtc::nvrtcDestroyProgram, &Nvrtc::nvrtcCompileProgram,
+                   &Nvrtc::nvrtcGetProgramLogSize, &Nvrtc::nvrtcGetProgramLog,
+                   &Nvrtc::nvrtcGetCUBINSize, &Nvrtc::nvrtcGetCUBIN>(*nvrtc, find);
+  if (!missing.empty()) {
     *fault =
         StrCat("has no ", missing, "; it is not NVRTC, or older than ", kMinMajor, ".", kMinMinor);
     return nullptr;

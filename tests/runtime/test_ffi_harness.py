@@ -102,8 +102,8 @@ def test_every_driver_and_nvrtc_call_may_fail(run):
 
 
 def test_every_call_of_opening_the_driver_may_fail(run):
-    # cuGetProcAddress for each function, then these two; they are followed by others.
-    num_functions = (builder.FFI / "driver" / "driver.cc").read_text().count("  load(driver->")
+    # cuGetProcAddress for each function of Driver, then these two; they are followed by others.
+    num_functions = (builder.FFI / "driver" / "driver.h").read_text().count("  CUresult (*cu")
     expected = ["cuGetProcAddress"] * num_functions + ["cuInit", "cuDriverGetVersion"]
     numbers = range(1, len(expected) + 2)
     failed = [run("opening", calls=nth).strip() for nth in numbers]
