@@ -13,6 +13,7 @@
 #include <optional>
 #include <string_view>
 
+#include "members.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8gemm {
@@ -23,9 +24,15 @@ struct ConfigField {
   int32_t Config::* member;
 };
 
-// Specialised for each config: `kAll`, an array of its fields sorted by name.
+// Specialised for each config, as a FieldsOf.
 template <typename Config>
 struct ConfigFields;
+
+// `kAll` is the fields of a config, which are given sorted by name.
+template <typename Config, int32_t Config::*... kMembers>
+struct FieldsOf {
+  static constexpr ConfigField<Config> kAll[] = {{MemberName<kMembers>(), kMembers}...};
+};
 
 template <typename Config>
 constexpr bool AreFieldsSorted() {

@@ -55,7 +55,7 @@ Config ParseConfig(const nb::dict& dict) {
   Config config = {};
   for (const auto& [name, member] : ConfigFields<Config>::kAll) {
     const nb::str key(name.data(), name.size());
-    if (!dict.contains(key)) throw nb::key_error(name.data());
+    if (!dict.contains(key)) throw nb::key_error(key.c_str());
     config.*member = ParseField(name, dict[key]);
   }
   constexpr size_t kNumFields = std::size(ConfigFields<Config>::kAll);

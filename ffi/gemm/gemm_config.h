@@ -36,27 +36,13 @@ struct GemmConfig {
 };
 
 template <>
-struct ConfigFields<GemmConfig> {
-  static constexpr ConfigField<GemmConfig> kAll[] = {
-      {"accumulate", &GemmConfig::accumulate},
-      {"block_m", &GemmConfig::block_m},
-      {"block_n", &GemmConfig::block_n},
-      {"cluster_m", &GemmConfig::cluster_m},
-      {"cluster_n", &GemmConfig::cluster_n},
-      {"grouping", &GemmConfig::grouping},
-      {"is_1d1d", &GemmConfig::is_1d1d},
-      {"lhs_e5m2", &GemmConfig::lhs_e5m2},
-      {"num_accums", &GemmConfig::num_accums},
-      {"num_consumers", &GemmConfig::num_consumers},
-      {"num_slabs", &GemmConfig::num_slabs},
-      {"num_sms", &GemmConfig::num_sms},
-      {"num_stages", &GemmConfig::num_stages},
-      {"out_f32", &GemmConfig::out_f32},
-      {"rhs_e5m2", &GemmConfig::rhs_e5m2},
-      {"sub_n", &GemmConfig::sub_n},
-      {"transpose_out", &GemmConfig::transpose_out},
-  };
-};
+struct ConfigFields<GemmConfig>
+    : FieldsOf<GemmConfig, &GemmConfig::accumulate, &GemmConfig::block_m, &GemmConfig::block_n,
+               &GemmConfig::cluster_m, &GemmConfig::cluster_n, &GemmConfig::grouping,
+               &GemmConfig::is_1d1d, &GemmConfig::lhs_e5m2, &GemmConfig::num_accums,
+               &GemmConfig::num_consumers, &GemmConfig::num_slabs, &GemmConfig::num_sms,
+               &GemmConfig::num_stages, &GemmConfig::out_f32, &GemmConfig::rhs_e5m2,
+               &GemmConfig::sub_n, &GemmConfig::transpose_out> {};
 
 inline Grouping GroupingOf(const GemmConfig& config) {
   return static_cast<Grouping>(config.grouping);

@@ -26,20 +26,11 @@ struct QuantizeConfig {
 };
 
 template <>
-struct ConfigFields<QuantizeConfig> {
-  static constexpr ConfigField<QuantizeConfig> kAll[] = {
-      {"activation", &QuantizeConfig::activation},
-      {"alpha", &QuantizeConfig::alpha},
-      {"e5m2", &QuantizeConfig::e5m2},
-      {"input", &QuantizeConfig::input},
-      {"limit", &QuantizeConfig::limit},
-      {"mode", &QuantizeConfig::mode},
-      {"pow2_scale", &QuantizeConfig::pow2_scale},
-      {"ragged", &QuantizeConfig::ragged},
-      {"source", &QuantizeConfig::source},
-      {"up_offset", &QuantizeConfig::up_offset},
-  };
-};
+struct ConfigFields<QuantizeConfig>
+    : FieldsOf<QuantizeConfig, &QuantizeConfig::activation, &QuantizeConfig::alpha,
+               &QuantizeConfig::e5m2, &QuantizeConfig::input, &QuantizeConfig::limit,
+               &QuantizeConfig::mode, &QuantizeConfig::pow2_scale, &QuantizeConfig::ragged,
+               &QuantizeConfig::source, &QuantizeConfig::up_offset> {};
 
 enum QuantizeMode {
   kRow,
