@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "cpu/quantize_blocks.h"
 #include "driver/driver.h"
 #include "errors.h"
 #include "gemm/gemm.h"
@@ -59,6 +60,12 @@ nb::dict Registrations() {
     targets[target] =
         bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
   }
+  return targets;
+}
+
+nb::dict CpuRegistrations() {
+  nb::dict targets;
+  targets["jax_fp8gemm_quantize_blocks"] = Capsule(QuantizeBlocksHandler);
   return targets;
 }
 
@@ -123,6 +130,7 @@ NB_MODULE(_ext, module) {
   module.attr("XLA_FFI_API_MAJOR") = XLA_FFI_API_MAJOR;
   module.attr("XLA_FFI_API_MINOR") = XLA_FFI_API_MINOR;
   module.def("registrations", &Registrations);
+  module.def("cpu_registrations", &CpuRegistrations);
   module.def("device_info", [] { return Unwrap(DeviceInfo()); });
   module.def("nvrtc_info", [] {
     const NvrtcInfo info = Unwrap(GetNvrtcInfo());

@@ -21,7 +21,7 @@ from jax_fp8gemm._inspect.walk import Found, Measure
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import gated, gated_grad
 from jax_fp8gemm._primitives.gather_quantize import gathered
-from jax_fp8gemm._primitives.quantize_ragged import unquantised_columns
+from jax_fp8gemm._primitives.quantize_ragged import tokens_of_columns
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
 FIELDS = ("amax", "nonzero", "flushed", "saturated", "nonfinite",
@@ -104,7 +104,7 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
     if has_columns:
         columns = jnp.moveaxis(y, -1, 0)
         if name != "quantize":
-            columns = unquantised_columns(y, *operands[-2:])
+            columns = tokens_of_columns(y, *operands[-2:]).T
         if not modes.has_square_columns(mode):
             yield "column", columns, results[-2], results[-1]
         else:  # as matrices: the dimensions between k and m are no part of a block

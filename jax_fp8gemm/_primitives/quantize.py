@@ -28,12 +28,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fp8gemm._data import checks, formats
-from jax_fp8gemm._data.rounding import block_types, quantize_blocks
+from jax_fp8gemm._data.rounding import block_types
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.batch import map_batch
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
+from jax_fp8gemm._primitives.quantize_blocks import quantize_blocks
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import quantize_config
@@ -90,31 +91,17 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
 
 
 def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    x = x.astype(jnp.float32)
-    how = e5m2, pow2_scale
+    run = partial(quantize_blocks, x, e5m2=e5m2, pow2_scale=pow2_scale)
+    if mode in modes.SQUARE:
+        values, scale = run(block_m=_BLOCK, is_transposed=mode == "block_transposed")
+        return [values, values.mT, scale] if mode == "block_both" else [values, scale]
     rows, columns = modes.split(mode)
-    if mode in ("row", "column", "row_column"):
-        return [
-            *(_quantize_rows(x, *how) if rows else ()),
-            *(_quantize_rows(jnp.moveaxis(x, -1, 0), *how) if columns else ()),
-        ]
-    if x.ndim > 2:
-        each = partial(_reference, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
-        return jax.vmap(each, out_axes=_BATCH_DIMS[mode])(x)
-    values, scale = quantize_blocks(x, _BLOCK, *how)
-    return {
-        "block": [values, scale],
-        "block_transposed": [values.T, scale.T],
-        "block_both": [values, values.T, scale],
-        "row_block_transposed": [*(_quantize_rows(x, *how) if rows else ()), values.T, scale.T],
-    }[mode]
-
-
-def _quantize_rows(x: jax.Array, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    """Quantises x (..., k) with 1x128 blocks along k."""
-    *batch, k = x.shape
-    results = quantize_blocks(x.reshape(math.prod(batch), k), 1, e5m2, pow2_scale)
-    return [y.reshape(*batch, y.shape[1]) for y in results]
+    block_m = _BLOCK if modes.has_square_columns(mode) else 1
+    transposed = run(block_m=block_m, is_transposed=True) if columns else ()
+    return [
+        *(run(block_m=1) if rows else ()),
+        *(jnp.moveaxis(y, -2, 0) for y in transposed),
+    ]
 
 
 def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.activation import Activation
-from jax_fp8gemm._data.rounding import block_types, quantize_blocks
+from jax_fp8gemm._data.rounding import block_types
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs, bind_in_mode, keep_used_axes
+from jax_fp8gemm._primitives.quantize_blocks import quantize_blocks
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
@@ -97,21 +98,21 @@ def reference(
     x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
 ) -> list[jax.Array]:
     """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX."""
-    x = x.astype(jnp.float32)
+    how = e5m2, pow2_scale
     has_rows, has_columns = modes.split(mode)
-    rows = quantize_blocks(x, 1, e5m2, pow2_scale) if has_rows else []
+    rows = quantize_blocks(x, 1, *how) if has_rows else []
     if not has_columns:
         return rows
-    columns = unquantised_columns(x, group_sizes, first_row)
+    tokens = tokens_of_columns(x, group_sizes, first_row)
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
-    return [*rows, *quantize_blocks(columns, block_m, e5m2, pow2_scale)]
+    return [*rows, *quantize_blocks(tokens, block_m, *how, is_transposed=True)]
 
 
-def unquantised_columns(x: jax.Array, group_sizes: jax.Array, first_row: jax.Array) -> jax.Array:
-    """Returns the ragged columns (k, t) of x (m, k)."""
+def tokens_of_columns(x: jax.Array, group_sizes: jax.Array, first_row: jax.Array) -> jax.Array:
+    """Returns (t, k), the rows of x (m, k) that the ragged columns are; other rows are zero."""
     source = _groups.rows_of_columns(group_sizes, first_row, x.shape[0])
     x_and_zeros = jnp.pad(x, ((0, 1), (0, 0)))  # row m holds zeros
-    return x_and_zeros[source].T
+    return x_and_zeros[source]
 
 
 def _ffi_call(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool):

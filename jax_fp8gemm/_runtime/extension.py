@@ -27,6 +27,8 @@ QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
 GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
+# For a CPU. Exported programs have no call of it.
+QUANTIZE_BLOCKS_TARGET = "jax_fp8gemm_quantize_blocks"
 
 # For disabled_checks of jax.export.export(..., platforms=("cuda",)), which refuses unknown targets.
 EXPORT_CHECKS = tuple(
@@ -43,6 +45,7 @@ EXPORT_CHECKS = tuple(
 )
 
 cache_dir = ""  # set by _configure
+has_cpu_targets = False  # set by register
 
 
 class FallbackWarning(RuntimeWarning):
@@ -200,10 +203,14 @@ def _num_sms() -> int:
 
 def register() -> None:
     """Registers the FFI targets with JAX, unless this jaxlib would refuse them."""
+    global has_cpu_targets
     _configure()
     if _ext is not None and _extension_fault() is None:
         for target, stages in _ext.registrations().items():
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+        for target, handler in _ext.cpu_registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        has_cpu_targets = True
 
 
 def extension():

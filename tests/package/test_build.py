@@ -81,7 +81,11 @@ def test_cmake_and_bazel_compile_a_source_with_the_same_options():
         for source in _files(target, "srcs")
         for copt in target.get("copts", [])
     }
-    assert of_bazel == set(options) == {("thread_end.cc", "-fno-exceptions")}
+    expected = {
+        ("thread_end.cc", "-fno-exceptions"),
+        ("cpu/quantize_blocks.cc", "-ffp-contract=off"),
+    }
+    assert of_bazel == set(options) == expected
 
 
 def test_a_target_of_bazel_depends_on_what_it_includes():

@@ -40,6 +40,12 @@ def test_the_targets_have_the_three_stages():
         assert all(type(handler).__name__ == "PyCapsule" for handler in stages.values())
 
 
+def test_the_targets_for_a_cpu_have_one_handler():
+    registrations = _ext.cpu_registrations()
+    assert set(registrations) == {extension.QUANTIZE_BLOCKS_TARGET}
+    assert all(type(handler).__name__ == "PyCapsule" for handler in registrations.values())
+
+
 def test_registering_again_changes_nothing():
     extension.register()
 
