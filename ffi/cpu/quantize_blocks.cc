@@ -72,8 +72,11 @@ uint8_t Round(float x) {
   const int32_t carry = (size >> kShift & 1) + (1 << (kShift - 1)) - 1;
   const int32_t rounded = (size + carry) >> kShift;
   const int32_t normal = rounded - ((127 - Format::kBias) << Format::kMantissa);
+  // All ones or zeros. A branch would keep the compiler from rounding several numbers at once.
+  const int32_t is_denormal = -(size < kSmallestNormalBits);
   const int32_t code = std::min(normal, Format::kMaxCode);
-  return static_cast<uint8_t>((size < kSmallestNormalBits ? denormal : code) | (bits >> 24 & 0x80));
+  return static_cast<uint8_t>((denormal & is_denormal) | (code & ~is_denormal) |
+                              (bits >> 24 & 0x80));
 }
 
 float ScaleOf(int32_t amax_bits, float fmax, bool is_power_of_two) {
@@ -103,16 +106,13 @@ template <typename T>
 void Load(const Matrix<T>& matrix, Tile& tile) {
   const T* start = matrix.x + tile.row * matrix.row_stride + tile.column * matrix.column_stride;
   if (tile.columns < kScaleBlock) std::memset(tile.x, 0, tile.rows * sizeof(tile.x[0]));
-  // The inner loop goes along neighbours in memory.
-  if (matrix.column_stride == 1) {
+  // Columns of a few cache lines at a time, where the elements of a row are apart in memory.
+  const int64_t step = matrix.column_stride == 1 ? kScaleBlock : 16;
+  for (int64_t first = 0; first < tile.columns; first += step) {
+    const int64_t end = std::min(first + step, tile.columns);
     for (int64_t i = 0; i < tile.rows; ++i) {
       const T* row = start + i * matrix.row_stride;
-      for (int64_t j = 0; j < tile.columns; ++j) tile.x[i][j] = row[j];
-    }
-  } else {
-    for (int64_t j = 0; j < tile.columns; ++j) {
-      const T* column = start + j * matrix.column_stride;
-      for (int64_t i = 0; i < tile.rows; ++i) tile.x[i][j] = column[i];
+      for (int64_t j = first; j < end; ++j) tile.x[i][j] = row[j * matrix.column_stride];
     }
   }
 }
@@ -126,13 +126,16 @@ int32_t AmaxBits(const float (&row)[kScaleBlock]) {
 
 template <typename Format, typename T>
 void StoreRow(const Matrix<T>& matrix, const Tile& tile, int64_t i, float scale) {
-  uint8_t* values = matrix.values + (tile.row + i) * matrix.columns + tile.column;
+  // Not read from the tile in the loop: bytes may alias anything.
+  const int64_t columns = tile.columns;
+  const float* __restrict x = tile.x[i];
+  uint8_t* __restrict values = matrix.values + (tile.row + i) * matrix.columns + tile.column;
   if (scale != scale) {
-    std::memset(values, kNanValue, tile.columns);
+    std::memset(values, kNanValue, columns);
     return;
   }
   const float inverse = 1 / scale;
-  for (int64_t j = 0; j < tile.columns; ++j) values[j] = Round<Format>(tile.x[i][j] * inverse);
+  for (int64_t j = 0; j < columns; ++j) values[j] = Round<Format>(x[j] * inverse);
 }
 
 template <typename Format, typename T>
