@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "buffers.h"
+#include "cpu/for_each.h"
+#include "cpu/numbers.h"
 #include "errors.h"
 
 namespace jax_fp8gemm {
@@ -17,67 +19,6 @@ constexpr int32_t kSmallestAmaxBits = (127 - 92) << 23;
 constexpr int32_t kMantissaMask = 0x7fffff;
 constexpr int32_t kNanScaleBits = 0x7fc00000;
 constexpr uint8_t kNanValue = 0x7f;
-
-int32_t BitsOf(float x) {
-  int32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-float FloatOf(int32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-struct Bf16 {
-  uint16_t bits;
-  operator float() const { return FloatOf(int32_t{bits} << 16); }
-};
-
-struct F16 {
-  uint16_t bits;
-  operator float() const {
-    const int32_t sign = (bits & 0x8000) << 16, exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    // Not as an f32 denormal that is scaled up: XLA flushes those to zero.
-    if (exponent == 0) return FloatOf(sign | BitsOf(static_cast<float>(mantissa) * 0x1p-24f));
-    const int32_t wide = exponent == 31 ? 255 : exponent + 127 - 15;
-    return FloatOf(sign | wide << 23 | mantissa << 13);
-  }
-};
-
-// An FP8 type whose numbers have kMantissa bits behind the leading one.
-template <int kMantissaBits, int kExponentBias, int kMax>
-struct Fp8 {
-  static constexpr int kMantissa = kMantissaBits;
-  static constexpr int kBias = kExponentBias;
-  static constexpr int32_t kMaxCode = kMax;  // the largest number, as a byte
-};
-struct E4m3 : Fp8<3, 7, 0x7e> {
-  static constexpr float kFmax = 448;
-};
-struct E5m2 : Fp8<2, 15, 0x7b> {
-  static constexpr float kFmax = 57344;
-};
-
-// The byte of a number, rounded to nearest even and saturated.
-template <typename Format>
-uint8_t Round(float x) {
-  constexpr int kShift = 23 - Format::kMantissa;
-  constexpr int32_t kSmallestNormalBits = (128 - Format::kBias) << 23;
-  // The ulp of this number is the spacing of the denormals.
-  constexpr int32_t kDenormalBits = (127 + 23 + 1 - Format::kBias - Format::kMantissa) << 23;
-  const int32_t bits = BitsOf(x), size = bits & 0x7fffffff;
-  const int32_t denormal = BitsOf(FloatOf(size) + FloatOf(kDenormalBits)) - kDenormalBits;
-  const int32_t carry = (size >> kShift & 1) + (1 << (kShift - 1)) - 1;
-  const int32_t rounded = (size + carry) >> kShift;
-  const int32_t normal = rounded - ((127 - Format::kBias) << Format::kMantissa);
-  // All ones or zeros. A branch would keep the compiler from rounding several numbers at once.
-  const int32_t is_denormal = -(size < kSmallestNormalBits);
-  const int32_t code = std::min(normal, Format::kMaxCode);
-  return static_cast<uint8_t>((denormal & is_denormal) | (code & ~is_denormal) |
-                              (bits >> 24 & 0x80));
-}
 
 float ScaleOf(int32_t amax_bits, float fmax, bool is_power_of_two) {
   if (amax_bits >= kInfBits) return FloatOf(kNanScaleBits);
@@ -156,45 +97,45 @@ void QuantizeTile(const Matrix<T>& matrix, const Tile& tile, bool is_square, boo
   }
 }
 
-template <typename Format, typename T>
-void QuantizeMatrix(const Matrix<T>& matrix, bool is_square, bool pow2_scale) {
-  Tile tile;
-  for (tile.row = 0; tile.row < matrix.rows; tile.row += kScaleBlock) {
-    tile.rows = std::min(kScaleBlock, matrix.rows - tile.row);
-    for (tile.column = 0; tile.column < matrix.columns; tile.column += kScaleBlock) {
-      tile.columns = std::min(kScaleBlock, matrix.columns - tile.column);
-      Load(matrix, tile);
-      QuantizeTile<Format>(matrix, tile, is_square, pow2_scale);
-    }
-  }
-}
-
 struct Options {
   bool is_transposed, is_square, e5m2, pow2_scale;
 };
 
-template <typename T>
-void QuantizeAll(const ffi::AnyBuffer& x, ffi::AnyBuffer& values, ffi::AnyBuffer& scale,
-                 const Options& options) {
-  const auto dims = x.dimensions();
-  const int64_t m = *(dims.end() - 2), k = dims.back();
-  Matrix<T> matrix = {};
-  matrix.rows = options.is_transposed ? k : m;
-  matrix.columns = options.is_transposed ? m : k;
-  matrix.row_stride = options.is_transposed ? 1 : k;
-  matrix.column_stride = options.is_transposed ? k : 1;
-  const int64_t size = m * k, batch = size == 0 ? 0 : x.element_count() / size;
-  const int64_t num_scales = batch == 0 ? 0 : scale.element_count() / batch;
-  for (int64_t i = 0; i < batch; ++i) {
-    matrix.x = static_cast<const T*>(x.untyped_data()) + i * size;
-    matrix.values = static_cast<uint8_t*>(values.untyped_data()) + i * size;
-    matrix.scale = static_cast<float*>(scale.untyped_data()) + i * num_scales;
-    if (options.e5m2) {
-      QuantizeMatrix<E5m2>(matrix, options.is_square, options.pow2_scale);
-    } else {
-      QuantizeMatrix<E4m3>(matrix, options.is_square, options.pow2_scale);
-    }
+// Quantises rows [row, row + 128) of the values.
+template <typename Format, typename T>
+void QuantizeBand(const Matrix<T>& matrix, int64_t row, const Options& options) {
+  Tile tile;
+  tile.row = row;
+  tile.rows = std::min(kScaleBlock, matrix.rows - row);
+  for (tile.column = 0; tile.column < matrix.columns; tile.column += kScaleBlock) {
+    tile.columns = std::min(kScaleBlock, matrix.columns - tile.column);
+    Load(matrix, tile);
+    QuantizeTile<Format>(matrix, tile, options.is_square, options.pow2_scale);
   }
+}
+
+template <typename T>
+void QuantizeAll(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, ffi::AnyBuffer& values,
+                 ffi::AnyBuffer& scale, const Options& options) {
+  const auto dims = x.dimensions();
+  const int64_t m = *(dims.end() - 2), k = dims.back(), size = m * k;
+  if (x.element_count() == 0) return;
+  const int64_t batch = x.element_count() / size, num_scales = scale.element_count() / batch;
+  const int64_t num_bands = CeilDiv(options.is_transposed ? k : m, kScaleBlock);
+  const auto quantize_band = [&](int64_t i) {
+    const int64_t b = i / num_bands, row = i % num_bands * kScaleBlock;
+    Matrix<T> matrix = {};
+    matrix.x = static_cast<const T*>(x.untyped_data()) + b * size;
+    matrix.row_stride = options.is_transposed ? 1 : k;
+    matrix.column_stride = options.is_transposed ? k : 1;
+    matrix.rows = options.is_transposed ? k : m;
+    matrix.columns = options.is_transposed ? m : k;
+    matrix.values = static_cast<uint8_t*>(values.untyped_data()) + b * size;
+    matrix.scale = static_cast<float*>(scale.untyped_data()) + b * num_scales;
+    options.e5m2 ? QuantizeBand<E5m2>(matrix, row, options)
+                 : QuantizeBand<E4m3>(matrix, row, options);
+  };
+  ForEach(pool, batch * num_bands, quantize_band);
 }
 
 // InvalidArgument unless `result` has the type, the batch of x, and rows and columns behind it.
@@ -211,7 +152,7 @@ ffi::Error CheckResult(const char* name, const ffi::AnyBuffer& result, ffi::Data
                          ShapeText(result));
 }
 
-ffi::Error Execute(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
+ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
                    ffi::Result<ffi::AnyBuffer> scale, bool e5m2, bool is_square, bool is_transposed,
                    bool pow2_scale) {
   return NoThrow([&]() -> ffi::Error {
@@ -228,13 +169,13 @@ ffi::Error Execute(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
     const Options options = {is_transposed, is_square, e5m2, pow2_scale};
     switch (x.element_type()) {
       case ffi::DataType::BF16:
-        QuantizeAll<Bf16>(x, *values, *scale, options);
+        QuantizeAll<Bf16>(pool, x, *values, *scale, options);
         return ffi::Error::Success();
       case ffi::DataType::F16:
-        QuantizeAll<F16>(x, *values, *scale, options);
+        QuantizeAll<F16>(pool, x, *values, *scale, options);
         return ffi::Error::Success();
       case ffi::DataType::F32:
-        QuantizeAll<float>(x, *values, *scale, options);
+        QuantizeAll<float>(pool, x, *values, *scale, options);
         return ffi::Error::Success();
       default:
         return InvalidArgument(kOp, ": x must be bf16, f16 or f32; got ", ShapeText(x));
@@ -246,6 +187,7 @@ ffi::Error Execute(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeBlocksHandler, Execute,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()  // x
                                   .Ret<ffi::AnyBuffer>()  // values
                                   .Ret<ffi::AnyBuffer>()  // scale
