@@ -1,5 +1,6 @@
 """Runs of all recipes and seeds within some seconds. Another call goes on where it stopped."""
 
+import os
 import pathlib
 import shutil
 import time
@@ -53,7 +54,7 @@ def sweep(options: Options, recipes: dict[str, Any], seeds: list[int], seconds: 
             if options.fork_at and not checkpoints.exists():
                 if not _wait(options, seed):
                     return False
-                shutil.copytree(scratch / f"fork-{seed}", checkpoints)
+                shutil.copytree(scratch / f"fork-{seed}", checkpoints, copy_function=os.link)
             if not train(replace(own, keeps_end=False)):
                 return False
             shutil.rmtree(checkpoints)

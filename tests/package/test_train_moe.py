@@ -282,18 +282,27 @@ def write_run(folder, losses, held_out):
 
 def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
     flat = lambda last: [5.0] * 18 + [last] * 2  # the last tenth is two steps
-    for seed, loss, gap in ((0, 1.0, 0.02), (1, 2.0, 0.04)):
+    above = {"deepseek_v3": (0.01, 0.03), "fp4": (0.05, 0.06), "e5m2": (0.01, 0.04)}
+    for seed, loss in enumerate((1.0, 2.0)):
         write_run(tmp_path / f"bf16-{seed}", flat(loss), loss)
-        write_run(tmp_path / f"hybrid-{seed}", flat(loss + gap), loss + 2 * gap)
+        write_run(tmp_path / f"bf16_again-{seed}", flat(loss * (1 + 0.01 * seed)), loss)
+        for name, of_seeds in above.items():
+            more = loss * (1 + of_seeds[seed])
+            write_run(tmp_path / f"{name}-{seed}", flat(more), loss * (1 + 2 * of_seeds[seed]))
     # It has no pair.
     write_run(tmp_path / "pow2_scale-7", flat(3.0), 3.0)
     assert run("summary", tmp_path) == 0
-    printed = capsys.readouterr().out
-    # Standard errors of (0.02, 0.04) and of (0.04, 0.08): 0.01 and 0.02.
-    assert "| hybrid | 2 | 1.5300 | +0.0300 ± 0.0100 | +1.96 % | +0.0600 ± 0.0200 |" in printed
-    assert "| pow2_scale | 1 | 3.0000 | - | - | - |" in printed
-    assert "of bf16 over 2 seeds: 0.7071." in printed
-    assert "| hybrid | 100 | 2 | 3.0 |" in printed
+    gaps, told, costs = capsys.readouterr().out.strip().split("\n\n")
+    rows = dict(line[2:].split(" | ", 1) for line in gaps.splitlines())
+    # Standard errors of (1, 3) and of (2, 6): 1 and 2.
+    assert rows["deepseek_v3"] == "2 | 1.5350 | +2.000 ± 1.000 | +4.000 ± 2.000 | - | - |"
+    # 1.05 / 1.01 and 1.06 / 1.03: 3.960 and 2.913 percent; half their difference is the error.
+    assert rows["fp4"] == "2 | 1.5850 | +5.500 ± 0.500 | +11.000 ± 1.000 | +3.437 ± 0.524 | yes |"
+    assert rows["e5m2"].endswith("| no |") and rows["bf16_again"].endswith("| - |")
+    assert rows["pow2_scale"] == "1 | 3.0000 | - | - | - | - |"
+    # Of (1, 2), whose mean is 1.5, and of (0, 1) percent.
+    assert "over seeds: 47.140 %. Of the gap of bf16_again: 0.707 %." in told
+    assert "| fp4 | 100 | 2 | 3.0 |" in costs
 
 
 def test_weights_are_quantised_once_for_all_micro_batches(run, whole, tmp_path):
