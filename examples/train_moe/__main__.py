@@ -92,7 +92,7 @@ def parse(args):
     draw = commands.add_parser("plot")
     draw.add_argument("folder", type=pathlib.Path)
     draw.add_argument("--to", type=pathlib.Path, help="the picture, if not FOLDER/losses.png")
-    draw.add_argument("--window", type=int, default=20, help="steps of a mean")
+    draw.add_argument("--window", type=int, default=5, help="steps of a mean")
     commands.add_parser("summary").add_argument("folder", type=pathlib.Path)
     return parser.parse_args(args)
 

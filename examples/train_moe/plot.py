@@ -1,50 +1,68 @@
-"""Draws the losses of runs, and how far each is from bf16 with the same seed."""
+"""Draws the losses of runs, and how far each recipe is above bf16 with the same seeds."""
 
 import pathlib
+from collections import defaultdict
 
 import numpy as np
 from run import read
+from summary import BASE
 
 
 def plot(folder: pathlib.Path, path: pathlib.Path, window: int) -> None:
-    """Draws every run below a folder into a PNG or SVG.
+    """Draws every recipe below a folder into a PNG or SVG, as means over seeds and `window` steps.
 
-    Above are means of the loss over `window` steps. Below is each minus the run of the same seed
-    whose name begins with bf16, where there is one. Runs of one recipe have one colour.
+    Above are losses, of the seeds that all recipes have. Below is by how many percent a recipe is
+    above bf16 with the same seed, and the standard error over its seeds as a band. That scale is
+    linear below 0.1 and logarithmic beyond.
     """
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    runs = {file.parent.name: _losses(file) for file in sorted(folder.rglob("metrics.jsonl"))}
+    runs = _read(folder, window)
     if not runs:
-        raise FileNotFoundError(f"plot: no metrics.jsonl below {folder}")
+        raise FileNotFoundError(f"plot: no metrics.jsonl with {window} steps below {folder}")
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8), layout="constrained")
-    colors: dict[str, str] = {}
-    for name, losses in runs.items():
-        recipe, _, seed = name.rpartition("-")
-        label = recipe if recipe not in colors else None
-        color = colors.setdefault(recipe, f"C{len(colors)}")
-        above.plot(*_smooth(losses, window), label=label, color=color)
-        base = runs.get(f"bf16-{seed}")
-        if base is not None and losses is not base:
-            common = min(len(losses), len(base))
-            below.plot(*_smooth(losses[:common] - base[:common], window), color=color)
+    shared = set.intersection(*map(set, runs.values()))
+    for i, (name, seeds) in enumerate(sorted(runs.items())):
+        steps, losses = _mean([seeds[seed] for seed in shared or seeds])
+        above.plot(steps, losses.mean(0), label=name, color=f"C{i}")
+        pairs = [(run, runs[BASE][seed]) for seed, run in seeds.items() if seed in runs[BASE]]
+        if name == BASE or not pairs:
+            continue
+        steps, gaps = _mean([_gap(run, base) for run, base in pairs])
+        mean, error = gaps.mean(0), gaps.std(0) / max(1, len(gaps) - 1) ** 0.5
+        below.plot(steps, mean, color=f"C{i}")
+        below.fill_between(steps, mean - error, mean + error, color=f"C{i}", alpha=0.2, linewidth=0)
     above.set(ylabel="loss, nats a byte")
-    below.set(xlabel="step", ylabel="loss - loss of bf16, same seed")
+    below.set(xlabel="step", ylabel="above bf16 with the same seed, %")
+    below.set_yscale("symlog", linthresh=0.1)
     below.axhline(0, color="black", linewidth=0.5)
     above.legend()
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def _losses(file: pathlib.Path) -> np.ndarray:
-    return np.array([line["loss"] for line in read(file) if line["kind"] == "step"])
+def _read(folder: pathlib.Path, window: int) -> dict[str, dict[str, dict[int, float]]]:
+    """Returns the means over `window` steps by recipe, seed, and last step of the mean."""
+    found: dict[str, dict[str, dict[int, float]]] = defaultdict(dict)
+    for file in sorted(folder.rglob("metrics.jsonl")):
+        name, _, seed = file.parent.name.rpartition("-")
+        lines = [line for line in read(file) if line["kind"] == "step"]
+        if name != "fork" and len(lines) >= window:
+            losses = np.array([line["loss"] for line in lines])
+            means = np.convolve(losses, np.ones(window) / window, mode="valid")
+            steps = [line["step"] for line in lines][window - 1 :]
+            found[name][seed] = dict(zip(steps, means, strict=True))
+    return found
 
 
-def _smooth(losses: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps, and the means of the losses of the `window` steps up to each."""
-    window = max(1, min(window, len(losses)))
-    means = np.convolve(losses, np.ones(window) / window, mode="valid")
-    return np.arange(len(means)) + window, means
+def _gap(run: dict[int, float], base: dict[int, float]) -> dict[int, float]:
+    return {step: 100 * (loss / base[step] - 1) for step, loss in run.items() if step in base}
+
+
+def _mean(runs: list[dict[int, float]]) -> tuple[list[int], np.ndarray]:
+    """Returns the steps that all runs have, and the values there, (runs, steps)."""
+    steps = sorted(set.intersection(*map(set, runs)))
+    return steps, np.array([[run[step] for step in steps] for run in runs])
