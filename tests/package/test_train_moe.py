@@ -6,6 +6,7 @@ import json
 import pathlib
 import runpy
 import sys
+import tarfile
 import types
 
 import jax
@@ -55,6 +56,8 @@ def test_a_run_learns_and_says_how_fast(whole):
     losses = column(whole, "loss")
     # The head begins small: log(256) = 5.545. The bytes that sources consist of are learnt at once.
     assert 5.4 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.5
+    rates = column(whole, "rate")
+    assert rates[0] == 0 and rates[1] == max(rates) > 10 * rates[-1] > 0
     held_out = [line["loss"] for line in lines(whole, "evaluation")]
     assert len(held_out) == 2 and held_out[1] < held_out[0]
     for line in lines(whole, "step"):
@@ -303,6 +306,26 @@ def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
     # Of (1, 2), whose mean is 1.5, and of (0, 1) percent.
     assert "over seeds: 47.140 %. Of the gap of bf16_again: 0.707 %." in told
     assert "| fp4 | 100 | 2 | 3.0 |" in costs
+
+
+def test_the_page_quotes_the_summary_of_the_stored_metrics(run, tmp_path, capsys):
+    root = EXAMPLE.parents[1]
+    with tarfile.open(root / "benchmarks/results/training_30m.tar.xz") as stored:
+        stored.extractall(tmp_path, filter="data")
+    run("summary", tmp_path / "training_30m" / "forks")
+    gaps = capsys.readouterr().out.split("\n\n")[0]
+    page = (root / "docs/convergence.md").read_text()
+    section = page.split("### Recipes that go on from one run")[1].split("\n#")[0]
+    quoted = {row[0].removesuffix(", a control"): row[1:] for row in table(section)}
+    # The page leaves bf16 out, which has no gap, and the losses.
+    expected = {row[0]: [row[1], *row[3:]] for row in table(gaps) if row[0] != "bf16"}
+    assert quoted == expected
+
+
+def table(text):
+    """The rows of a Markdown table, as lists of cells."""
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return rows[2:]
 
 
 def test_weights_are_quantised_once_for_all_micro_batches(run, whole, tmp_path):
