@@ -308,14 +308,23 @@ def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
     assert "| fp4 | 100 | 2 | 3.0 |" in costs
 
 
-def test_the_page_quotes_the_summary_of_the_stored_metrics(run, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "heading, archive, folder",
+    [
+        ("Recipes that go on from one run", "training_30m", "training_30m/forks"),
+        ("The same with 291 M parameters", "training_300m_forks", "training_300m_forks"),
+    ],
+)
+def test_the_page_quotes_the_summary_of_the_stored_metrics(
+    run, tmp_path, capsys, heading, archive, folder
+):
     root = EXAMPLE.parents[1]
-    with tarfile.open(root / "benchmarks/results/training_30m.tar.xz") as stored:
+    with tarfile.open(root / f"benchmarks/results/{archive}.tar.xz") as stored:
         stored.extractall(tmp_path, filter="data")
-    run("summary", tmp_path / "training_30m" / "forks")
+    run("summary", tmp_path / folder)
     gaps = capsys.readouterr().out.split("\n\n")[0]
     page = (root / "docs/convergence.md").read_text()
-    section = page.split("### Recipes that go on from one run")[1].split("\n#")[0]
+    section = page.split(f"### {heading}\n")[1].split("\n#")[0]
     quoted = {row[0].removesuffix(", a control"): row[1:] for row in table(section)}
     # The page leaves bf16 out, which has no gap, and the losses.
     expected = {row[0]: [row[1], *row[3:]] for row in table(gaps) if row[0] != "bf16"}
