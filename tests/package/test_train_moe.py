@@ -315,7 +315,7 @@ def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
         ("The same with 291 M parameters", "training_300m_forks", "training_300m_forks"),
     ],
 )
-def test_the_page_quotes_the_summary_of_the_stored_metrics(
+def test_the_page_and_readme_quote_the_summary_of_the_stored_metrics(
     run, tmp_path, capsys, heading, archive, folder
 ):
     root = EXAMPLE.parents[1]
@@ -329,6 +329,8 @@ def test_the_page_quotes_the_summary_of_the_stored_metrics(
     # The page leaves bf16 out, which has no gap, and the losses.
     expected = {row[0]: [row[1], *row[3:]] for row in table(gaps) if row[0] != "bf16"}
     assert quoted == expected
+    gap = quoted["deepseek_v3"][1].removeprefix("+").partition(" ")[0]
+    assert f" {gap} %" in (root / "README.md").read_text()
 
 
 def table(text):
