@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.problem import Shape, Work
 from benchmarks.provenance import source_commit, versions
+from benchmarks.timing.nvml import gpu_hash
 from benchmarks.timing.rounds import Timing
 
 _TEXT_LABELS = ("mode", "sums", "layer", "name")  # columns of words
@@ -122,6 +123,7 @@ def document(
     """
     return {
         "device": device,
+        "machine": gpu_hash(),
         "date": datetime.date.today().isoformat(),
         **source_commit(),
         "versions": versions(),

@@ -116,7 +116,7 @@ def _entries(families: Sequence[str], is_dry: bool, rounds: Rounds) -> Iterator[
         outcome = run(family.replace("-", "_"), _cases(family, is_dry), options, device)
         rows += [{"machine": machine} | _short(row) for row in outcome.rows]
         failed += outcome.failed
-        head = {"machine": machine} | document(name, how, [], failed) | {"means": _means(rows)}
+        head = document(name, how, [], failed) | {"machine": machine, "means": _means(rows)}
         del head["rows"]
         yield {"machines": [head], "rows": rows}
 

@@ -162,7 +162,7 @@ def test_families_run_and_write_the_schema(family, tmp_path, capsys, monkeypatch
     options = run.Options(fake_rounds(4.0), ("xla", "deepgemm"), [file], notes={"flush": "write"})
     rows = run.run(family, products.cases(family, [shape]), options, DEVICE).rows
     document = json.loads(file.read_text())
-    head = ["device", "date", "commit", "dirty", "versions", "rounds", "calls", "seed"]
+    head = ["device", "machine", "date", "commit", "dirty", "versions", "rounds", "calls", "seed"]
     assert list(document) == [*head, "copy_gbps", "flush", "failed_rows", "rows"]
     assert document["device"] == "NVIDIA H200" and document["copy_gbps"] == 4270
     assert len(document["rows"]) == len(rows) == {"dense": 1, "wgrad": 2, "quantize": 5}[family]
