@@ -14,9 +14,10 @@
 
 namespace jax_fp8gemm {
 
-// Runs body(0) to body(count - 1) on this thread and on those of XLA, and waits for all.
+// Runs body(0) to body(count - 1) on this thread and on those of XLA, on `most_threads` at most,
+// and waits for all.
 template <typename Body>
-void ForEach(ffi::ThreadPool& pool, int64_t count, const Body& body) {
+void ForEach(ffi::ThreadPool& pool, int64_t count, int64_t most_threads, const Body& body) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -28,7 +29,7 @@ void ForEach(ffi::ThreadPool& pool, int64_t count, const Body& body) {
       ++progress->done;
     }
   };
-  const int64_t num_threads = std::min(pool.num_threads(), count);
+  const int64_t num_threads = std::min({pool.num_threads(), count, most_threads});
   for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work(); });
   work();
   // Others are at their last call of `body`, if at any.
