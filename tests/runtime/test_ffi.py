@@ -41,6 +41,7 @@ def test_the_targets_have_the_three_stages():
 
 
 def test_the_targets_for_a_cpu_have_one_handler():
+    assert extension.has_cpu_targets
     registrations = _ext.cpu_registrations()
     assert set(registrations) == {extension.QUANTIZE_BLOCKS_TARGET}
     assert all(type(handler).__name__ == "PyCapsule" for handler in registrations.values())
