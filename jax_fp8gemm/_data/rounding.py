@@ -1,7 +1,7 @@
 """The numerics of quantisation in plain JAX.
 
 Each block is quantised in f32. Every step is correctly rounded, so that CUDA, C++ on a CPU
-(ffi/cpu/quantize_blocks.cc), XLA and NumPy agree to the bit:
+(ffi/cpu/band.h), XLA and NumPy agree to the bit:
 
     amax  = max |x|, never below 2^-92   so scale and 1 / scale are normal numbers, and an x that
                                          flush-to-zero would change becomes zero either way

@@ -71,7 +71,8 @@ _lower_call = jax.ffi.ffi_lowering(extension.QUANTIZE_BLOCKS_TARGET)
 
 
 def _lower_for_cpu(ctx, x, **params):
-    is_exported = ctx.module_context.lowering_parameters.for_export
+    # Plain JAX runs everywhere, so it is also for a JAX that does not say whether it exports.
+    is_exported = getattr(ctx.module_context.lowering_parameters, "for_export", True)
     has_call = extension.has_cpu_targets and not is_exported
     return (_lower_call if has_call else _lower_plain)(ctx, x, **params)
 
