@@ -87,7 +87,7 @@ def train(options: Options) -> bool:
         with Metrics(options.out / "metrics.jsonl", first) as metrics:
             about = dict(parameters=total, active=active, flop_per_token=flop)
             about |= dict(device=jax.devices()[0].device_kind, devices=code.num_devices)
-            about |= dict(text_bytes=len(text.bytes))
+            about |= dict(text_bytes=len(text.bytes), text_checksum=text.checksum)
             about |= dict(peak_bytes=code.peak_bytes(), **_origin())  # bytes of each device
             metrics.write("start", first, recipe=repr(options.recipe), **about)
             steps = Steps(code, text, flop, metrics)

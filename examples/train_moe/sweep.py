@@ -18,6 +18,7 @@ RECIPES = {
     "hybrid": HYBRID,
     "pow2_scale": Recipe(pow2_scale=True),
     "wgrad_bf16": Recipe(wgrad="bf16"),
+    "wgrad_square": Recipe(wgrad_lhs_block=(128, 128)),
     **CONTROLS,
 }
 
