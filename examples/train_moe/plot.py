@@ -11,9 +11,10 @@ from summary import BASE
 def plot(folder: pathlib.Path, path: pathlib.Path, window: int) -> None:
     """Draws every recipe below a folder into a PNG or SVG, as means over seeds and `window` steps.
 
-    Above are losses, of the seeds that all recipes have. Below is by how many percent a recipe is
-    above bf16 with the same seed, and the standard error over its seeds as a band. That scale is
-    linear below 0.1 and logarithmic beyond.
+    Below is by how many percent a recipe is above bf16 with the same seed, and the standard error
+    over its seeds as a band. That scale is linear below 0.1 and logarithmic beyond. Above are
+    losses: the mean of bf16 over all its seeds, and the others by their gaps to it, so that seeds
+    which a recipe lacks do not move it.
     """
     import matplotlib
 
@@ -21,20 +22,24 @@ def plot(folder: pathlib.Path, path: pathlib.Path, window: int) -> None:
     from matplotlib import pyplot
 
     runs = _read(folder, window)
-    if not runs:
-        raise FileNotFoundError(f"plot: no metrics.jsonl with {window} steps below {folder}")
+    if BASE not in runs:
+        raise FileNotFoundError(f"plot: no run {BASE}-SEED with {window} steps below {folder}")
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8), layout="constrained")
-    shared = set.intersection(*map(set, runs.values()))
-    for i, (name, seeds) in enumerate(sorted(runs.items())):
-        steps, losses = _mean([seeds[seed] for seed in shared or seeds])
-        above.plot(steps, losses.mean(0), label=name, color=f"C{i}")
+    color_of = dict(zip(sorted(runs), pyplot.get_cmap("tab20").colors, strict=False))
+    base_steps, base = _mean(list(runs[BASE].values()))
+    base = dict(zip(base_steps, base.mean(0), strict=True))
+    above.plot(base.keys(), base.values(), label=BASE, color=color_of[BASE])
+    for name, seeds in sorted(runs.items()):
         pairs = [(run, runs[BASE][seed]) for seed, run in seeds.items() if seed in runs[BASE]]
         if name == BASE or not pairs:
             continue
-        steps, gaps = _mean([_gap(run, base) for run, base in pairs])
+        steps, gaps = _mean([_gap(run, of_base) for run, of_base in pairs])
         mean, error = gaps.mean(0), gaps.std(0) / max(1, len(gaps) - 1) ** 0.5
-        below.plot(steps, mean, color=f"C{i}")
-        below.fill_between(steps, mean - error, mean + error, color=f"C{i}", alpha=0.2, linewidth=0)
+        how = dict(color=color_of[name])
+        losses = [base[step] * (1 + gap / 100) for step, gap in zip(steps, mean, strict=True)]
+        above.plot(steps, losses, label=name, **how)
+        below.plot(steps, mean, **how)
+        below.fill_between(steps, mean - error, mean + error, alpha=0.2, linewidth=0, **how)
     above.set(ylabel="loss, nats a byte")
     below.set(xlabel="step", ylabel="above bf16 with the same seed, %")
     below.set_yscale("symlog", linthresh=0.1)
