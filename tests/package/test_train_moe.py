@@ -313,6 +313,7 @@ def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
     [
         ("Recipes that go on from one run", "training_30m", "training_30m/forks"),
         ("The same with 291 M parameters", "training_300m_forks", "training_300m_forks"),
+        ("Three thousand steps", "training_300m_3000", "training_300m_3000"),
     ],
 )
 def test_the_page_and_readme_quote_the_summary_of_the_stored_metrics(
