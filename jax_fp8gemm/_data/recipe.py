@@ -34,6 +34,10 @@ class Recipe:
       reduce_dtype: dtype of the partial sums that devices add where a mesh cuts the contraction of
         a quantised product. "f32", or "bf16": each device first rounds its own sum, and half the
         bytes travel. On one device it has no effect.
+      kept_gate_up: how experts, and other gated MLPs, keep the input of their activation for the
+        backward pass: "unquantised", or "fp8" with 1x128 scales (report, section 3.3.3), in about
+        half the bytes. The result keeps its bits; gradients take one more rounding. Other products
+        have no such input.
       fp8_combine: whether an expert-parallel layer sends results and the gradient of x back as FP8
         with 1x128 scales. Otherwise they travel in the dtype of x, as in DeepSeek-V3 (report,
         section 3.3.3).
@@ -42,8 +46,9 @@ class Recipe:
         which then run in integers. No other row, nor the program around, changes a bit of a row
         (docs/numerics.md).
     Raises:
-      ValueError: a field outside the values above, fp8_combine where nothing travels as FP8, or
-        square blocks of lhs where no gradient of rhs is computed from FP8.
+      ValueError: a field outside the values above, fp8_combine where nothing travels as FP8,
+        kept_gate_up="fp8" where the activation is not fused with its quantisation, or square blocks
+        of lhs where no gradient of rhs is computed from FP8.
     """
 
     fwd: Format | None = "e4m3"
@@ -54,6 +59,7 @@ class Recipe:
     wgrad: Literal["fp8", "bf16"] = "fp8"
     wgrad_lhs_block: tuple[int, int] = (1, 128)
     reduce_dtype: Literal["f32", "bf16"] = "f32"
+    kept_gate_up: Literal["unquantised", "fp8"] = "unquantised"
     fp8_combine: bool = False
     batch_invariant: bool = False
 
@@ -67,6 +73,7 @@ class Recipe:
             "wgrad": ("fp8", "bf16"),
             "wgrad_lhs_block": ((1, 128), (128, 128)),
             "reduce_dtype": ("f32", "bf16"),
+            "kept_gate_up": ("unquantised", "fp8"),
             "fp8_combine": (False, True),
             "batch_invariant": (False, True),
         }
@@ -78,6 +85,7 @@ class Recipe:
                 raise ValueError(f"Recipe: {name} must be {expected}; got {value!r}")
         needs_fp8 = {
             "fp8_combine": self.fp8_combine,
+            "kept_gate_up='fp8'": self.kept_gate_up == "fp8",
             "wgrad_lhs_block=(128, 128)": self.wgrad_lhs_block != (1, 128),
         }
         for name, is_set in needs_fp8.items():

@@ -18,7 +18,8 @@ With wgrad_lhs_block=(128, 128) in the recipe, h^T and x^T have 128x128 blocks, 
 2d1d products. With biases, b_gate_up[i] is added to gate_up and b_down[i] to out (_biases.py).
 
 dh and dx read the same quantised values of the weights as out and gate_up do. Of all activations
-only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32.
+only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32. With
+kept_gate_up="fp8" gate_up is FP8 between the passes, and da reads that (_kept_gate_up.py).
 
 Each product is one function here. `forward` and `backward` put them together for moe_mlp and for
 the layer on one device; moe/_parallel/turn.py does so for the layer on many.
@@ -41,6 +42,7 @@ from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm.moe._biases import Biases, add_bias, as_biases, sum_of_groups
+from jax_fp8gemm.moe._kept_gate_up import KeptGateUp, keep, name_columns, read
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._operands import Weights
 
@@ -68,7 +70,7 @@ class Residuals(NamedTuple):
     """What `forward` keeps for `backward`."""
 
     h_columns: ScaledArray | None
-    gate_up: jax.Array
+    gate_up: KeptGateUp
 
 
 def transposed_weights(
@@ -169,10 +171,12 @@ def forward(
 
     Under jit, a residual that no cotangent needs is not computed.
     """
-    gate_up = name_residual("out", gate_up_product(specs, rows, w, groups))
+    gate_up = gate_up_product(specs, rows, w, groups)
+    kept = name_residual("out", keep(specs.into, gate_up) if is_differentiated else gate_up)
+    gate_up = gate_up if isinstance(kept, ScaledArray) else kept
     with_columns = is_differentiated and specs.down.rhs_dtype is not None
     out, h_columns = down_product(specs, gate_up, w, groups, with_columns=with_columns)
-    return name_residual("out", out), Residuals(name_residual("lhs", h_columns), gate_up)
+    return name_residual("out", out), Residuals(name_columns(kept, h_columns), kept)
 
 
 def backward(
@@ -188,8 +192,8 @@ def backward(
 
     dout() returns the rows unquantised, from which the gradients of biases are computed.
     """
-    h_columns, gate_up = residuals
-    dh = hidden_gradient(specs, douts, w, groups)
+    h_columns, kept = residuals
+    gate_up, dh = read(specs.into, kept, hidden_gradient(specs, douts, w, groups))
     dx, da_columns = row_gradient(specs, gate_up, dh, w, groups)
     dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
     dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)

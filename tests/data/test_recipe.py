@@ -62,6 +62,8 @@ def test_is_frozen_and_hashable():
         ("wgrad_lhs_block", (128, 1), "(1, 128) or (128, 128)"),
         ("reduce_dtype", "float32", "'f32' or 'bf16'"),
         ("fp8_combine", "fp8", "False or True"),
+        ("kept_gate_up", "bf16", "'unquantised' or 'fp8'"),
+        ("kept_gate_up", True, "'unquantised' or 'fp8'"),
     ],
 )
 def test_unsupported_values_are_named(field, value, expected):
@@ -76,6 +78,10 @@ def test_fields_of_fp8_are_not_ignored(fields):
         Recipe(**fields, fp8_combine=True)
     with raises(ValueError, match=r"Recipe: wgrad_lhs_block=\(128, 128\) must go with an FP8 fwd"):
         Recipe(**fields, wgrad_lhs_block=(128, 128))
+    message = "Recipe: kept_gate_up='fp8' must go with an FP8 fwd and wgrad='fp8'; got fwd="
+    with raises(ValueError, match=message):
+        Recipe(**fields, kept_gate_up="fp8")
+    assert Recipe(**fields, kept_gate_up="unquantised") == Recipe(**fields)
 
 
 def test_ops_take_a_recipe_only():

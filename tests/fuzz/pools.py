@@ -84,6 +84,7 @@ RECIPES = (
     *(fp8.DEEPSEEK_V3, fp8.HYBRID, fp8.BF16, fp8.Recipe(wgrad="bf16"), fp8.Recipe(fwd="e5m2")),
     *(fp8.Recipe(pow2_scale=True), fp8.Recipe(reduce_dtype="bf16"), fp8.Recipe(fp8_combine=True)),
     fp8.Recipe(wgrad_lhs_block=(128, 128)),
+    fp8.Recipe(kept_gate_up="fp8"),
 )
 OPTIONS = {
     "recipe": RECIPES,

@@ -19,6 +19,7 @@ from jax_fp8gemm import BF16, Recipe
 from jax_fp8gemm.moe import moe_layer, moe_mlp
 
 POW2 = Recipe(pow2_scale=True)
+POW2_KEPT = Recipe(pow2_scale=True, kept_gate_up="fp8")
 M, D, F, E, TOP_K = 16, 32, 8, 4, 2
 SIZES = np.array([5, 0, 8, 3], np.int32)
 
@@ -78,6 +79,7 @@ CASES = {
 # (what is computed, whether it is jitted as a whole, recipe)
 RUNS = {
     "jit of grad": (gradients, True, POW2),
+    "jit of grad, FP8 gate_up": (gradients, True, POW2_KEPT),
     "eager grad of jit": (gradients, False, POW2),
     "eager grad of jit, bf16": (gradients, False, BF16),
     "grad of scan": (gradients_of_scan, True, POW2),

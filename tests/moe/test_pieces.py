@@ -116,12 +116,15 @@ class FrozenHow(dict):
 KINDS = {
     "default": (DEEPSEEK_V3, "silu", False),
     "square columns, biases": (Recipe(wgrad_lhs_block=(128, 128)), ClampedSwiglu(limit=7.0), True),
+    "FP8 gate_up": (Recipe(kept_gate_up="fp8"), "silu", False),
     "bf16 gradients of weights": (Recipe(wgrad="bf16"), "gelu", False),
     "bf16": (BF16, "silu", True),
 }
 
 
-@pytest.mark.parametrize("name", ["square columns, biases", "bf16 gradients of weights"])
+@pytest.mark.parametrize(
+    "name", ["square columns, biases", "FP8 gate_up", "bf16 gradients of weights"]
+)
 def test_pieces_on_one_device(name):
     """All bits are those of gate | up but for dx, which is added up in another order."""
     recipe, activation, has_biases = KINDS[name]
@@ -155,7 +158,14 @@ def on_mesh(on, rows, kind):
 
 
 @pytest.mark.parametrize(
-    "axis_type, kind", [(AUTO, "default"), (EXPLICIT, "default"), (EXPLICIT, "bf16")]
+    "axis_type, kind",
+    [
+        (AUTO, "default"),
+        (EXPLICIT, "default"),
+        (AUTO, "FP8 gate_up"),
+        (EXPLICIT, "FP8 gate_up"),
+        (EXPLICIT, "bf16"),
+    ],
 )
 def test_features_on_several_devices(axis_type, kind):
     """Two sums are all that moves: of the results, and of dx."""
@@ -171,7 +181,7 @@ def test_features_on_several_devices(axis_type, kind):
     found, dx_found = from_pieces(results)
     # The sums over devices have another order. Weights have no sum over devices.
     assert_diff_below(MLP[jnp.float32], [found[0], dx_found], [expected[0], dx])
-    if kind == "default":
+    if kind in ("default", "FP8 gate_up"):
         jax.tree.map(reference.assert_same_bits, found[1:3], expected[1:3])
 
 

@@ -23,7 +23,8 @@ No token is dropped, so the number of rows is not known before. Two loops take t
     most, and this bounds the memory.
 What turns contribute to a token or to a weight is added in the dtype of the sum; that is f32 for a
 weight if there are several parts. gate_up of the first turn is kept for the backward pass. That of
-further turns is computed again.
+further turns is computed again. With kept_gate_up="fp8" it is then rounded as what is kept is, so
+the gradient of a row does not depend on its turn.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import jax
 
 from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
+from jax_fp8gemm.moe._kept_gate_up import keep
 from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan
@@ -105,7 +107,8 @@ def forward(
         sums = results(spec, part, received, w, first)
         outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
-        received, gate_up = name_residual("lhs", received), name_residual("out", gate_up)
+        received = name_residual("lhs", received)
+        gate_up = name_residual("out", keep(spec.products.into, gate_up))
         kept.append(KeptPart(received, gate_up, plans[i], again))
 
     def run_later(part: PartSpec, plan: Plan, sent: Sent, turn: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._kept_gate_up import KeptGateUp
 from jax_fp8gemm.moe._mlp_products import Experts
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
@@ -89,7 +90,7 @@ class _Arrivals:
     w: Experts
 
     def turn(
-        self, turn: TurnNumber, gate_up: jax.Array | None = None
+        self, turn: TurnNumber, gate_up: KeptGateUp | None = None
     ) -> tuple[TokenGradients, RowGradients]:
         """Returns backward_turn of a turn of rows."""
         products, rows = self.spec.products, self.part.rows

@@ -17,6 +17,7 @@ from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import take_rows
+from jax_fp8gemm.moe._kept_gate_up import KeptGateUp, keep, read
 from jax_fp8gemm.moe._mlp_products import (
     Experts,
     bias_gradients,
@@ -56,7 +57,7 @@ class RowGradients(NamedTuple):
     Attributes:
       rows: which they are.
       weights: (rows,), the f32 weight of the choice of each row.
-      gate_up: the product of the forward pass.
+      gate_up: the product of the forward pass, as the backward pass reads it.
       dh: (rows, f), the gradient of h.
       da_columns: the gradient of gate_up, quantised along the tokens of each group.
     """
@@ -111,22 +112,24 @@ def backward_turn(
     douts: ScaledArray,
     turn: TurnNumber,
     w: Experts,
-    gate_up: jax.Array | None,
+    kept: KeptGateUp | None,
 ) -> tuple[TokenGradients, RowGradients]:
     """Returns what the rows of this turn add to the gradients of tokens.
 
     The second result is what weight_gradients needs of them.
 
-    gate_up: the product of the forward pass. None: it was not kept and is computed again.
+    kept: what is kept of gate_up. None: nothing is, and gate_up is computed again.
     """
     rows = rows_of_turn(received, turn, num_rows)
-    if gate_up is None:
+    if kept is None:
         # NOTE: without this barrier XLA transposes before the loop, even if no turn is left.
         w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
         gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up.T))
+        kept = keep(products.into, gate_up)
     with jax.named_scope("dlhs"):
         copies = copy_rows(douts, rows.token)
-    dh = hidden_gradient(products, copies, w, rows.groups).astype(jnp.float32)
+    gate_up, dh = read(products.into, kept, hidden_gradient(products, copies, w, rows.groups))
+    dh = dh.astype(jnp.float32)
     dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
     if w.biases is not None:
         bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, num_rows))
