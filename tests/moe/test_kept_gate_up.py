@@ -15,6 +15,7 @@ from moe_cases import SIZES, D, F, G, M, problem, random
 from test_expert_parallel import AUTO, E
 from test_expert_parallel import problem as layer_problem
 
+from benchmarks.families.moe import LAYERS
 from jax_fp8gemm import DEEPSEEK_V3, Recipe, checkpoint_policies, quantize
 from jax_fp8gemm._data import checks
 from jax_fp8gemm.moe import configs, moe_layer, moe_mlp
@@ -84,8 +85,12 @@ def in_one_program(function, operands, dout):
     return jax.jit(run)(dout, *operands)
 
 
+def mlp_of(recipe, sizes, **how):
+    return lambda *operands: moe_mlp(*operands, jnp.asarray(sizes), recipe=recipe, **how)
+
+
 def mlp(recipe, **how):
-    return lambda *operands: moe_mlp(*operands, jnp.asarray(SIZES), recipe=recipe, **how)
+    return mlp_of(recipe, SIZES, **how)
 
 
 def assert_dx_and_dw_gate_up_moved(found, default):
@@ -169,6 +174,25 @@ def test_residuals_are_fp8_alone(dtype):
     assert num_bytes(default) - num_bytes(found) == M * (2 * F * (itemsize - 1) - 2 * 4)
 
 
+@pytest.mark.parametrize(
+    "name, default, kept",
+    [
+        ("deepseek_v3_ep32", 588, 458),
+        ("qwen3_30b_a3b_ep8", 201, 153),
+        ("mixtral_8x7b", 1268, 813),
+        ("deepseek_v3_ep8", 328, 263),
+    ],
+)
+def test_bytes_of_real_layers(name, default, kept):
+    """Those of docs/recipes.md, in MB, without the weights, which alone have three dimensions."""
+    (e,) = (e for e in LAYERS if e.name == name)
+    shapes = (e.rows, e.hidden), (e.groups, e.hidden, 2 * e.inter), (e.groups, e.inter, e.hidden)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    for recipe, expected in ((DEEPSEEK_V3, default), (KEPT, kept)):
+        arrays = residuals(mlp_of(recipe, [0] * e.groups), *operands)
+        assert round(num_bytes(x for x in arrays if x.ndim == 2) / 1e6) == expected
+
+
 def test_a_scan_over_layers_stores_it_in_fp8():
     """As XLA plans the memory of the program, forward and backward."""
     layers, f = 8, 512
@@ -195,6 +219,7 @@ def names_of(jaxpr, name):
         # The grouped products of value and gradients; those of h; what is saved of gate_up and h.
         ("save_products", 4, 2, ["f32[200,2]", "f8e4m3fn[200,192]", f"f8e4m3fn[{F},768]"]),
         ("save_quantized", 5, 2, [f"f8e4m3fn[{F},768]"]),
+        ("dots_with_no_batch_dims_saveable", 4, 3, ["f32[200,192]"]),
         (None, 5, 3, []),
     ],
 )
