@@ -100,7 +100,8 @@ def moe_mlp(
 
     The forward pass keeps for the backward pass: x and h quantised along the tokens of each group
     ("fp8gemm_lhs"), the weights ("fp8gemm_rhs"), and gate_up in bf16, or in f32 if x is f16 or f32
-    ("fp8gemm_out"). With save_only_these_names, jax.checkpoint computes the others again.
+    ("fp8gemm_out"). With save_only_these_names, jax.checkpoint computes the others again. With
+    kept_gate_up="fp8" in the recipe, gate_up is kept in FP8, and h has both of these names.
     """
     operands = map(arrays.as_array, (x, w_gate_up, w_down, group_sizes))
     x, w_gate_up, w_down, group_sizes = operands

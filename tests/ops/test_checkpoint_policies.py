@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from matmul_cases import saved_residuals
 from meshes import mesh
 
-from jax_fp8gemm import checkpoint_policies, dot_general, matmul, ragged_dot
+from jax_fp8gemm import Recipe, checkpoint_policies, dot_general, matmul, ragged_dot
 from jax_fp8gemm.moe import moe_layer
 
 M = K = 256
@@ -35,6 +35,7 @@ def batched(product):
 
 MATRIX, MATRICES = [struct(K, K)] * LAYERS, [struct(2, K, K)] * LAYERS
 EXPERTS = [(struct(8, K, 2 * K), struct(8, K, K))] * (LAYERS // 2)  # two products each
+KEPT = Recipe(kept_gate_up="fp8")
 layer = lambda x, w, **how: moe_layer(x, x[:, :8], *w, top_k=2, **how)
 OURS = {
     "matmul": (matmul, MATRIX),
@@ -43,6 +44,8 @@ OURS = {
     "ragged_dot": (partial(ragged_dot, group_sizes=SIZES), MATRICES),
     "moe_layer": (layer, EXPERTS),
     "expert_axis": (partial(layer, expert_axis="x"), EXPERTS),
+    "moe_layer, FP8 gate_up": (partial(layer, recipe=KEPT), EXPERTS),
+    "expert_axis, FP8 gate_up": (partial(layer, recipe=KEPT, expert_axis="x"), EXPERTS),
 }
 JAX = {"matmul": (jnp.matmul, MATRIX), "batch": (batched(jnp.matmul), MATRICES)}
 
