@@ -55,7 +55,7 @@ PIECES: dict[str, list[Step]] = {
         _step("matmul-sustained", 7, "matmul --sustained"),
     ],
     "3": [
-        _step("moe", 190, "moe"),
+        _step("moe", 235, "moe"),
         _step("moe-sustained", 124, "moe --sustained --peers tokamax"),
         _warm("curves", 23, "dense:curve ragged:curve"),
         _step("dense-curve", 17, f"dense --rows curve --peers {_FEW_PEERS}"),

@@ -22,6 +22,8 @@ from jax_fp8gemm import moe
 # (x, w_gate_up, w_down, group_sizes) -> out
 Layer = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]
 _LAX_REPEAT = 3  # a step takes up to 0.2 s
+_SQUARE = jax_fp8gemm.Recipe(wgrad_lhs_block=(128, 128))
+_FP8_GATE_UP = jax_fp8gemm.Recipe(kept_gate_up="fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +50,12 @@ LAYERS = (
 
 
 def moe_case(experts: Experts) -> Case:
-    """Our call beside the same layer in bf16."""
+    """Our call beside others of our own, and beside the same layer in bf16."""
     e = experts
     # Read once: x, dout, three weights. Written once: the result, dx, three weight gradients.
     num_bytes = 2 * (4 * e.rows * e.hidden + 6 * e.groups * e.hidden * e.inter)
     call = functools.partial(_call, experts)
+    with_recipe = lambda recipe: functools.partial(moe.moe_mlp, recipe=recipe)
     lax = bf16_layer(jax.lax.ragged_dot)
     return Case(
         labels=dict(name=e.name, groups=e.groups, rows=e.rows, hidden=e.hidden, inter=e.inter),
@@ -62,6 +65,8 @@ def moe_case(experts: Experts) -> Case:
         build=lambda: call(moe.moe_mlp),
         peers={
             "quantised_once": lambda: call(moe.moe_mlp, is_quantised_once=True),
+            "square_once": lambda: call(with_recipe(_SQUARE), is_quantised_once=True),
+            "fp8_gate_up": lambda: call(with_recipe(_FP8_GATE_UP)),
             "lax_ragged_dot": lambda: call(lax, _LAX_REPEAT),
             "lax_ragged_dot_cudnn": lambda: call(lax, _LAX_REPEAT, with_cudnn=True),
             "tokamax": lambda: fastest(

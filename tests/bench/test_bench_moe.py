@@ -65,6 +65,29 @@ def test_weights_quantised_once_give_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def result_and_gradients(call):
+    """The result, and the gradients of x, w_gate_up and w_down."""
+    out, gradients = call.run()
+    return [np.asarray(x, np.float32) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize(
+    "peer, moved",
+    [
+        # Weight gradients alone; the gradients behind the activation.
+        ("square_once", [False, False, True, True]),
+        ("fp8_gate_up", [False, True, True, False]),
+    ],
+)
+def test_recipes_are_those_of_the_peers(peer, moved):
+    case = tiny_case()
+    found, expected = map(result_and_gradients, (case.peers[peer](), case.build()))
+    pairs = list(zip(found, expected, strict=True))
+    assert [not np.array_equal(x, y) for x, y in pairs] == moved
+    for x, y in pairs:
+        assert np.linalg.norm(x - y) < 0.1 * np.linalg.norm(y)
+
+
 def test_peak_memory_counts_arguments_and_results():
     x = jax.ShapeDtypeStruct((1000,), np.float32)
     program = jax.jit(lambda x: (x + 1, x + 2)).lower(x).compile()
