@@ -1,12 +1,16 @@
 """moe_mlp by its kernels, forward and backward."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 import reference
-from assertions import GPU_MLP
+from assertions import GPU_MLP, assert_all_same_bits
 from gated_activations import NAMES, OTHERS
-from moe_cases import problem, run, truth
+from moe_cases import F, problem, run, truth
 from test_grouped_gpu import SIZES, M
+from test_kept_gate_up import KEPT, in_one_program, mlp, reference_vjp
+
+from jax_fp8gemm import DEEPSEEK_V3
 
 pytestmark = pytest.mark.gpu
 
@@ -21,3 +25,30 @@ def test_value_and_gradients_are_those_of_the_fake_quantised_experts(activation)
     for actual, y in zip(found, expected, strict=True):
         assert (actual.dtype, actual.shape) == (jnp.bfloat16, y.shape)
         assert reference.calc_diff(actual, y) < GPU_MLP
+
+
+def test_gradients_are_those_of_a_gate_up_that_numpy_rounds():
+    """XLA on a GPU removes a rounding to FP8 that it sees being undone."""
+    *operands, dout = problem(jnp.bfloat16)
+    found = in_one_program(mlp(KEPT), operands, dout)
+    assert_all_same_bits(found, reference_vjp(mlp(DEEPSEEK_V3), operands, dout, 2 * F))
+
+
+def test_layers_one_after_another_keep_gate_up_in_fp8():
+    """Without a loop XLA chooses when gate_up is quantised, and when its values are read."""
+    layers, rows, f = 8, 1000, 2048
+    x, w_gate_up, w_down, _ = problem(jnp.bfloat16, m=rows, f=f)
+    weights = [(w_gate_up, w_down)] * layers
+
+    def temp_bytes(recipe):
+        def loss(x, weights):
+            for pair in weights:
+                x = x + mlp(recipe)(x, *pair)
+            return x.astype(jnp.float32).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(x, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    saved = temp_bytes(DEEPSEEK_V3) - temp_bytes(KEPT)
+    # But for the layer whose backward pass runs, which has gate_up both ways.
+    assert saved > 0.9 * (layers - 2) * rows * 2 * f * (2 - 1 - 4 / 128)
