@@ -33,6 +33,7 @@ def read(spec: ProductSpec, kept: KeptGateUp, dh: jax.Array) -> tuple[jax.Array,
     if not isinstance(kept, ScaledArray):
         return kept, dh
     # NOTE: without dh in this barrier XLA may dequantise in the forward pass and keep the result.
+    # Its CPU compiler drops the barrier first, and does so outside of loops over layers.
     values, scale, dh = lax.optimization_barrier((kept.values, kept.scale, dh))
     gate_up = ScaledArray(values, scale).dequantize(jnp.float32)
     return rounded(gate_up, spec.out_dtype), dh
