@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from kept_gate_up_cases import KEPT, is_gate_up, layer, mlp_of, pull, push
 from meshes import mesh
 from moe_cases import run, truth
-from test_kept_gate_up import AUTO, KEPT, is_gate_up, layer, mlp_of, pull, push
+from test_expert_parallel import AUTO
 
 from jax_fp8gemm import DEEPSEEK_V3
 

@@ -6,9 +6,9 @@ import pytest
 import reference
 from assertions import GPU_MLP, assert_all_same_bits
 from gated_activations import NAMES, OTHERS
+from kept_gate_up_cases import KEPT, in_one_program, mlp, reference_vjp
 from moe_cases import F, problem, run, truth
 from test_grouped_gpu import SIZES, M
-from test_kept_gate_up import KEPT, in_one_program, mlp, reference_vjp
 
 from jax_fp8gemm import DEEPSEEK_V3
 
