@@ -6,7 +6,7 @@ and Adam. Weights are bf16, its two moments f32.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,9 @@ from benchmarks.families.mlp import Product
 from benchmarks.families.training import State, new_state, train
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
+from jax_fp8gemm import checkpoint_policies
+
+_PRODUCTS_SAVED = "scan, products saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Stack:
 
     Attributes:
       tokens: of each GPU.
-      loop: "unrolled", "scan" over layers, or "scan by 2": two layers in each step of the loop.
+      loop: "unrolled", "scan" over layers, or "scan, products saved", whose layers keep results of
+        products and their inputs alone, and compute the rest again (jax.checkpoint).
       sums: the Recipe's reduce_dtype, in which our gradients are added.
     """
 
@@ -54,7 +58,7 @@ class Stack:
 
 STACKS = tuple(
     Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop, sums)
-    for loop in ("unrolled", "scan", "scan by 2")
+    for loop in ("unrolled", "scan", _PRODUCTS_SAVED)
     for tokens in (8192, 4096)
     for sums in ("f32", "bf16")
 )
@@ -93,21 +97,23 @@ def fsdp_call(stack: Stack, product: Product) -> Call:
         # Without, XLA moves activations as well: weights and rows are sharded over the same axis.
         return jax.lax.with_sharding_constraint(product(x, w), rows)
 
-    unroll = 2 if stack.loop == "scan by 2" else 1
-    step = functools.partial(train, functools.partial(_loss, product_of_rows, unroll))
+    layer = functools.partial(_layer, product_of_rows)
+    if stack.loop == _PRODUCTS_SAVED:
+        # For both: it saves the results of XLA's products, and of ours.
+        layer = jax.checkpoint(layer, policy=checkpoint_policies.dots_saveable)
+    step = functools.partial(train, functools.partial(_loss, layer))
     return step_call(step, *_operands(stack))
 
 
 def _loss(
-    product: Product, unroll: int, weights: Any, x: jax.Array, target: jax.Array
+    layer: Callable[[jax.Array, Any], jax.Array], weights: Any, x: jax.Array, target: jax.Array
 ) -> jax.Array:
-    layer = functools.partial(_layer, product)
     if isinstance(weights[0], Sequence):
         for of_layer in zip(*weights, strict=True):
             x = layer(x, of_layer)
     else:
         step = lambda x, of_layer: (layer(x, of_layer), None)
-        x, _ = jax.lax.scan(step, x, tuple(weights), unroll=unroll)
+        x, _ = jax.lax.scan(step, x, tuple(weights))
     return jnp.mean((x - target).astype(jnp.float32) ** 2)
 
 
