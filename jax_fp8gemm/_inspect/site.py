@@ -49,7 +49,8 @@ def operand_of(stack: str, eqn: Any) -> str:
     """Returns which operand a quantisation makes: "lhs", "rhs", "dout", or "x" if a user calls it.
 
     Squares are made of weights. Without squares, a backward pass quantises cotangents, but for what
-    it computes again: an activation, or FP8 tokens that it requantises.
+    it computes again: an activation, or FP8 tokens that it requantises. Rows that it weights on the
+    way are cotangents too.
     """
     name, mode = eqn.primitive.name.removeprefix(PREFIX), eqn.params["mode"]
     _, op = path_and_op(stack, eqn)
@@ -59,5 +60,6 @@ def operand_of(stack: str, eqn: Any) -> str:
         return "x"
     if name == "quantize" and mode in modes.SQUARE:
         return "rhs"
-    is_again = name == "swiglu_quantize" or eqn.invars[0].aval.dtype.itemsize == 1
+    is_fp8 = eqn.invars[0].aval.dtype.itemsize == 1 and not eqn.params.get("is_weighted")
+    is_again = name == "swiglu_quantize" or is_fp8
     return "dout" if pass_of(stack) == "backward" and not is_again else "lhs"

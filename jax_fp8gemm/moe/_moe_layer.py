@@ -84,6 +84,7 @@ def moe_layer(
 
 
 @naming_devices
+@jax.named_scope("fp8gemm_moe_layer")
 def moe_layer(
     x: Float[Array, "*batch d"],
     router: Float[Array, "*batch num_experts"]

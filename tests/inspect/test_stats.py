@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -165,6 +166,29 @@ def test_a_gated_mlp_of_experts():
     for record in records:
         assert record["saturated"] == record["nonfinite"] == 0
         assert 0 <= record["error"] < 0.04
+
+
+@pytest.mark.parametrize("expert_axis", [None, "expert"])
+def test_a_layer_of_experts(expert_axis):
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    x, logits = normal(0, 256, 128), normal(1, 256, 4)
+    weights = normal(2, 4, 128, 256) / 16, normal(3, 4, 128, 128) / 16
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    on = {} if expert_axis is None else dict(expert_axis=expert_axis, mesh=mesh)
+    how = dict(top_k=2, implementation="xla", **on)
+
+    def loss(x, *weights):
+        out = jax_fp8gemm.moe.moe_layer(x, logits, *weights, **how)
+        return 1e6 * out.astype(jnp.float32).sum()
+
+    _, found = stats.collect(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, *weights)
+    records = found.records()
+    assert {r["op"] for r in records} == {"moe_layer"} and found.missed == ()
+    amax = lambda operand: [r["amax"] for r in records if r["operand"] == operand]
+    # Two weights; x and h along both dimensions; dout and da, which are large, along both.
+    assert len(amax("rhs")) == 2 and len(amax("lhs")) == 4 and len(amax("dout")) == 4
+    assert max(amax("rhs")) < 0.5 < 1 < min(amax("lhs"))
+    assert max(amax("lhs")) < 100 < 1e5 < min(amax("dout"))
 
 
 def test_a_module_of_nnx():
