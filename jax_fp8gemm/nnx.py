@@ -35,6 +35,8 @@ try:
     from flax import nnx
     from flax.nnx.nn import dtypes
 
+    from jax_fp8gemm._nnx_scopes import name_scopes as name_scopes
+    from jax_fp8gemm._nnx_scopes import scoped
     from jax_fp8gemm._nnx_weights import Weights, weights_of_einsum
     from jax_fp8gemm._nnx_weights import quantize_weights as quantize_weights
 except ImportError as error:
@@ -83,6 +85,8 @@ class Linear(_InFp8, nnx.Linear):
       recipe, implementation: as for jax_fp8gemm.dot_general.
     """
 
+    __call__ = scoped(nnx.Linear.__call__)
+
 
 class LinearGeneral(_InFp8, nnx.LinearGeneral):
     """nnx.LinearGeneral with its product in FP8.
@@ -92,6 +96,8 @@ class LinearGeneral(_InFp8, nnx.LinearGeneral):
         `dot_general_cls` aside.
       recipe, implementation: as for jax_fp8gemm.dot_general.
     """
+
+    __call__ = scoped(nnx.LinearGeneral.__call__)
 
 
 class Einsum(nnx.Einsum):
@@ -115,6 +121,8 @@ class Einsum(nnx.Einsum):
         product = bind(einsum, recipe, implementation)
         kwargs.setdefault("promote_dtype", _promote_dtype)
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=product, **kwargs)
+
+    __call__ = scoped(nnx.Einsum.__call__)
 
     def weights_of_products(self) -> Weights | None:
         """Returns how the product reads the kernel, for quantize_weights; None if it is no rhs."""
@@ -168,6 +176,7 @@ class SwiGLU(nnx.Module):
         self.recipe = recipe
         self.implementation: Implementation = implementation
 
+    @scoped
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the MLP of x (..., d), of the same shape, in `dtype`."""
         return gated_mlp(
@@ -246,6 +255,7 @@ class MoE(nnx.Module):
         options = {n: x for n, x in self.options if n in ("recipe", "implementation")}
         return Weights(tuple(name for name in names if hasattr(self, name)), options)
 
+    @scoped
     def __call__(self, x: jax.Array, *, return_load: bool = False) -> Any:
         """Returns what the block makes of the tokens x (..., d), in `dtype`.
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jax_fp8gemm
 import jax_fp8gemm.nnx
 from jax_fp8gemm import matmul, stats
+from jax_fp8gemm.moe.configs import MoEConfig
 
 _FMAX = 448.0
 
@@ -204,6 +205,36 @@ def test_a_module_of_nnx():
     _, found = grads(state, jnp.ones((256, 128), jnp.float32))
     record = _find(found, operand="rhs")
     np.testing.assert_allclose(record["amax"], jnp.abs(state["kernel"].get_value()).max(), 1e-2)
+
+
+class _Stack(nnx.Module):
+    """Two layers and a mixture of experts, of which one layer is Flax's own."""
+
+    def __init__(self, rngs):
+        linear = partial(jax_fp8gemm.nnx.Linear, implementation="xla", rngs=rngs)
+        self.layers = nnx.List([linear(128, 128), nnx.Linear(128, 128, rngs=rngs)])
+        config = MoEConfig(hidden=128, intermediate=128, num_experts=2, top_k=1)
+        self.experts = jax_fp8gemm.nnx.MoE(config, implementation="xla", rngs=rngs)
+        self.head = linear(128, 128)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.experts(x))
+
+
+def test_modules_of_nnx_have_their_paths():
+    model, x = _Stack(nnx.Rngs(0)), jnp.ones((128, 128))
+    before = model(x)
+    jax_fp8gemm.nnx.name_scopes(model)
+    np.testing.assert_array_equal(model(x), before)
+    graph, state = cast(Any, nnx.split(model))
+    call = lambda state, x: nnx.merge(graph, state)(x)
+    _, found = stats.collect(call)(state, x)
+    pairs = {(r["path"], r["op"]) for r in found.records()}
+    assert pairs == {("layers/0", "matmul"), ("experts", "moe_layer"), ("head", "matmul")}
+    records = jax_fp8gemm.explain(call, state, x).records
+    assert {r["path"] for r in records} == {"layers/0", "experts", "head"}
 
 
 def test_what_it_prints():
