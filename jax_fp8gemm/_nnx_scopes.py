@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,11 +17,16 @@ def scoped(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = getattr(self, "scope", "")
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        with scope_of(self):
             return call(self, *args, **kwargs)
 
     return run
+
+
+def scope_of(module: nnx.Module) -> AbstractContextManager[Any]:
+    """Returns the jax.named_scope of a module's name, or a context of no name."""
+    scope = getattr(module, "scope", "")
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def name_scopes(model: nnx.Module) -> None:

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
+from jax_fp8gemm._nnx_scopes import scope_of
 from jax_fp8gemm._ops.quantize_weight import quantize_weight
 
 
@@ -57,7 +58,8 @@ def quantize_weights(model: nnx.Module) -> None:
         found: Weights | None = getattr(module, "weights_of_products", lambda: None)()
         for name in () if found is None else found.names:
             variable = getattr(module, name)
-            variable.set_value(_quantised(variable[...], found))
+            with scope_of(module):
+                variable.set_value(_quantised(variable[...], found))
 
 
 def _quantised(w: Any, weights: Any) -> QuantizedWeight:

@@ -237,6 +237,21 @@ def test_modules_of_nnx_have_their_paths():
     assert {r["path"] for r in records} == {"layers/0", "experts", "head"}
 
 
+def test_weights_quantised_once_have_the_paths_of_their_modules():
+    model, x = _Stack(nnx.Rngs(0)), jnp.ones((128, 128))
+    jax_fp8gemm.nnx.name_scopes(model)
+    graph, state = cast(Any, nnx.split(model))
+
+    def call(state, x):
+        model = nnx.merge(graph, state)
+        jax_fp8gemm.nnx.quantize_weights(model)
+        return model(x)
+
+    _, found = stats.collect(call)(state, x)
+    weights = [r["path"] for r in found.records() if r["operand"] == "rhs"]
+    assert sorted(weights) == ["experts", "experts", "head", "layers/0"]
+
+
 def test_what_it_prints():
     _, found = stats.collect(_loss)(_LHS, _RHS)
     lines = str(found).splitlines()
