@@ -67,6 +67,7 @@ def add_options(parser):
     add("--mesh", type=make_mesh, help="such as fsdp=2,expert=4")
     add("--save-every", type=int, default=500, help="steps between checkpoints")
     add("--evaluate-every", type=int, default=50, help="steps between held-out losses")
+    add("--stats-every", type=int, default=0, help="steps between statistics of FP8; 0: none")
     add("--checkpoints", type=pathlib.Path, help="folder of checkpoints, if not in --out")
 
 

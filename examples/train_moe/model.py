@@ -149,6 +149,7 @@ class LanguageModel(nnx.Module):
         blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)
+        fp8.name_scopes(self)  # for statistics and profiles
 
     def __call__(self, tokens):
         # Not a look-up: on a GPU its gradient is added in an order that changes from run to run.

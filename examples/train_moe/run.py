@@ -39,6 +39,7 @@ class Options:
     mesh: jax.sharding.Mesh | None = None
     save_every: int = 500
     evaluate_every: int = 50
+    stats_every: int = 0  # steps between statistics of what is quantised; 0: none
     checkpoints: pathlib.Path | None = None
     stop_after: int | None = None
     deadline: float = float("inf")
@@ -100,6 +101,11 @@ def train(options: Options) -> bool:
                 if done % options.evaluate_every == 0 or done == options.steps:
                     steps.finish()
                     metrics.write("evaluation", done, loss=_evaluate(code, state, text))
+                if options.stats_every and done % options.stats_every == 0:
+                    steps.finish()
+                    operands = code.measure(state, code.place(text.at(step))).records()
+                    metrics.write("stats", done, operands=operands)
+                    tqdm.write(f"stats {done}: {worst(operands)}")
                 if done % options.save_every == 0 and done < last:
                     steps.finish()
                     _save(checkpoints, done, state, identity)
@@ -172,6 +178,17 @@ def digest(state: State) -> str:
     for x in jax.tree.leaves(state):
         found.update(np.asarray(x).tobytes())
     return found.hexdigest()
+
+
+def worst(operands: list[dict]) -> str:
+    """Returns which operands have the largest errors and shares of zeros, of Stats.records()."""
+    if not operands:
+        return "nothing is quantised"
+    name = lambda x: f"{x['path']} {x['operand']} ({x['pass']}, {x['blocks']})"
+    most = {key: max(operands, key=lambda x, key=key: x[key]) for key in ("error", "flushed")}
+    told = [f"{key} {x[key]:.2%} in {name(x)}" for key, x in most.items()]
+    nonfinite = sum(x["nonfinite"] for x in operands)
+    return f"{len(operands)} operands, at most " + ", ".join([*told, f"{nonfinite} nonfinite"])
 
 
 class Metrics:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from model import LanguageModel, Size
 
-from jax_fp8gemm import Recipe, master_weights, moe
+from jax_fp8gemm import Recipe, master_weights, moe, stats
 from jax_fp8gemm import nnx as fp8
 from jax_fp8gemm.nnx import BalanceBias
 
@@ -92,6 +92,7 @@ class Program:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         self.step = step.lower(self.shapes, batch, number).compile()
         self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[1][0])
+        self._measured = stats.collect(lambda *args: self._gradient(self._weights(args[0]), *args))
 
     def place(self, tokens):
         """Returns a batch on the devices, its sequences over all of them."""
@@ -103,6 +104,10 @@ class Program:
         held = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
         return held - plan.alias_size_in_bytes
 
+    def measure(self, state: State, tokens) -> stats.Stats:
+        """Returns what became of the operands that the gradient of a batch quantises, by module."""
+        return self._measured(state, tokens)[1]
+
     def _loss(self, params, state: State, tokens):
         pure = nnx.merge(self.graph, nnx.State(params), nnx.State(state.biases))
         logits, loads, balance = pure(tokens[:, :-1])
@@ -110,20 +115,23 @@ class Program:
         loss = losses.mean()
         return loss + BALANCE_LOSS * balance, (loss, loads)
 
-    def _quantized(self, state: State):
+    def _weights(self, state: State):
+        """Returns what products read: the parameters, or what is quantised of them once."""
+        if not self.quantizes_once:
+            return state.params
         model = nnx.merge(self.graph, nnx.State(state.params), nnx.State(state.biases))
         fp8.quantize_weights(model)
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
-    def _step(self, state: State, tokens, step):
-        weights = self._quantized(state) if self.quantizes_once else state.params
+    def _gradient(self, weights, state: State, tokens):
+        """Returns (loss with that of balance, (loss, loads)), and gradients of the parameters."""
+        losses, gradients = jax.value_and_grad(self._loss, has_aux=True)(weights, state, tokens)
+        # Those of a kernel that was cast to bf16 before it was quantised are bf16.
+        as_params = lambda g, w: g.astype(w.dtype)
+        return losses, jax.tree.map(as_params, master_weights(gradients), state.params)
 
-        def gradient(tokens):
-            run = jax.value_and_grad(self._loss, has_aux=True)
-            losses, gradients = run(weights, state, tokens)
-            # Those of a kernel that was cast to bf16 before it was quantised are bf16.
-            as_params = lambda g, w: g.astype(w.dtype)
-            return losses, jax.tree.map(as_params, master_weights(gradients), state.params)
+    def _step(self, state: State, tokens, step):
+        gradient = functools.partial(self._gradient, self._weights(state), state)
 
         def add(total, tokens):
             return jax.tree.map(jnp.add, total, gradient(tokens)), None

@@ -65,6 +65,20 @@ def test_a_run_learns_and_says_how_fast(whole):
         assert line["grad_norm"] > 0 and 1 <= line["max_load"] <= 4
 
 
+def test_statistics_name_the_modules_and_change_no_bit(run, whole, tmp_path, capsys):
+    run("train", "--out", tmp_path, *SMALL, "--stats-every", 3, "--stop-after", 4)
+    (found,) = lines(tmp_path, "stats")
+    assert found["step"] == 3
+    operands = {(x["path"], x["operand"]) for x in found["operands"]}
+    blocks = [f"blocks/{i}/{name}" for i in range(2) for name in ("qkv", "out", "mlp")]
+    assert operands == {(path, of) for path in blocks for of in ("lhs", "rhs", "dout")}
+    for operand in found["operands"]:
+        # Three bits of mantissa: 2.6 % of normal numbers.
+        assert 0.02 < operand["error"] < 0.03 and operand["nonfinite"] == 0
+    assert "stats 3: " in capsys.readouterr().out
+    assert column(tmp_path, "loss") == column(whole, "loss")[:4]
+
+
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(run, whole, tmp_path):
     run("train", "--out", tmp_path, *SMALL, "--stop-after", 4)
     (stop,) = lines(tmp_path, "stop")
