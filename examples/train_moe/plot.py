@@ -4,7 +4,7 @@ import pathlib
 from collections import defaultdict
 
 import numpy as np
-from run import read
+from metrics import read
 from summary import BASE
 
 

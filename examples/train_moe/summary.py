@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from controls import CONTROLS
-from run import read
+from metrics import read
 
 LAST = 0.1  # the part of the steps whose losses are compared
 BASE, AGAIN, OURS = "bf16", "bf16_again", "deepseek_v3"

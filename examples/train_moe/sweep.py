@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from controls import CONTROLS
-from run import Options, read, train
+from metrics import read
+from run import Options, train
 
 from jax_fp8gemm import BF16, HYBRID, Recipe
 
