@@ -70,9 +70,9 @@ struct Span {
   int group;  // -1: rows of no group
 };
 
-// Spans of rows in the order of their tiles, one per group; then, in the ragged form, the rows
-// before the first group and after the last, which belong to none. For a contraction over groups,
-// the k-blocks of each.
+// Spans of rows in the order of their tiles, one per group; then, if the table has the rest, the
+// rows before the first group and after the last, which belong to none. For a contraction over
+// groups, the k-blocks of each.
 struct GroupTable {
   static constexpr int kMaxGroups = 1024;
   int row[kMaxGroups + 2];

@@ -56,6 +56,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
     params.first_row = static_cast<const int32_t*>(first_row.untyped_data());
     params.next_tile = static_cast<int32_t*>(next_tile->untyped_data());
+    params.clears_rest = rows_per_group == 0 && clears_unused == 1;
     FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
     FFI_RETURN_IF_ERROR(Zero(*driver, params.next_tile, 1, stream));
     // In the masked form the kernel stores the rows of the groups alone.

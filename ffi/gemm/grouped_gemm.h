@@ -9,9 +9,9 @@
 //   rhs_scale    (g n/128, k/128)  f32, row-major; n/128 rounded up for each group
 //   group_sizes  (g)               s32, any values
 //   first_row    (1)               s32, any value
-// Attribute clears_unused: 1 if the rows of no group of the masked form are to be zeros, 0 if they
-// may stay as they are in memory. The kernel writes those of the other form. Results: out (m, n),
-// bf16 or f32; next_tile (1), s32, what the kernel counts its tiles in.
+// Attribute clears_unused: 1 if the rows of no group are to be zeros, 0 if they may stay as they
+// are in memory. A fill clears those of the masked form, the kernel those of the other one.
+// Results: out (m, n), bf16 or f32; next_tile (1), s32, what the kernel counts its tiles in.
 //
 // Limits as for jax_fp8gemm_gemm, and 1 to 1024 groups. Whatever the sizes, the kernel stays inside
 // its buffers.

@@ -61,7 +61,8 @@ def grouped_gemm(
       reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k or g.
       out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
       unused_rows: what the rows of no group hold: zeros, or anything, for which nothing is written.
-        The latter in the masked form alone.
+        A caller of the latter selects the rows that it reads. It never multiplies others by zero,
+        because they may hold NaN.
     Returns:
       (m, n) or (g, max_m, n) array of out_dtype.
     """
@@ -175,7 +176,7 @@ def _partition_rule(lhs, *_, out_dtype, unused_rows) -> PartitionRule:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
         return PartitionRule(dims, ("g t n",), blocks, ("k",), uncut=("first",))
     # A row is in one group. A device without the matrix of that group has zeros for the row, so the
-    # sum over the devices has one term that is not zero.
+    # sum over the devices has one term that is not zero. So _run_shard asks for zeros there.
     dims = ("t k", "t k", "g n k", "g n k", "sizes", "first")
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
@@ -192,6 +193,8 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_r
         own = lambda x: lax.dynamic_slice_in_dim(x, shards.index("g") * g, g)
         starts, ends = (jnp.clip(own(x) - row, 0, m) for x in ranges)
         sizes, first_row = ends - starts, starts[:1]
+        if shards.count("g") > 1:  # rows of other devices' groups are added
+            unused_rows = "zero"
     dtype = reduce_dtype if shards.is_summed else out_dtype
     (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, unused_rows=unused_rows)
     return [shards.reduce(out).astype(out_dtype)]

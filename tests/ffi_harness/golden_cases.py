@@ -147,7 +147,8 @@ def _grouped_cases() -> list[Case]:
             case = _grouped_rows(name, config, out, m, g)
             cases.append(replace(case, rows_per_group=rows_per_group))
     masked = replace(cases[-1], name="grouped rows, unused rows left", clears_unused=False)
-    cases.append(masked)
+    ragged = replace(cases[-2], name="grouped rows, 8192 rows, unused left", clears_unused=False)
+    cases += [masked, ragged]
     for config in tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
         for out in ("bf16", "f32", "accumulate"):
             name = f"grouped contraction {_tile_name(config)} {out}"

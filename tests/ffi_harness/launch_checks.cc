@@ -86,6 +86,9 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
                 "a warpgroup for each consumer and one for the producer");
   check.Require(params.raster >= 1, "raster must be positive");
   check.Require(params.first_part >= 0, "first_part must not overflow");
+  const bool clears_rest =
+      c.op == &kGroupedGemm && c.attributes.rows_per_group == 0 && c.attributes.clears_unused == 1;
+  check.Require(params.clears_rest == clears_rest, "clears_rest must follow the attributes");
 }
 
 void CheckQuantize(const Case& c, const fake::Launch& launch, Checker& check) {

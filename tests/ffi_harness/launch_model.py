@@ -85,6 +85,7 @@ def _gemm(case: Case) -> dict:
         "group_sizes": name_if("group_sizes", c["grouping"]),
         "first_row": name_if("first_row", c["grouping"] == 1),
         "next_tile": name_if("next_tile", c["grouping"] == 1),
+        "clears_rest": int(c["grouping"] == 1 and not case.rows_per_group and case.clears_unused),
     }
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],

@@ -92,6 +92,7 @@ std::string GemmText(const Case& c, const fake::Launch& launch) {
   object.Add("first_row", PointerName(c, params.first_row));
   object.Add("next_tile", PointerName(c, params.next_tile));
   object.Add("first_part", params.first_part);
+  object.Add("clears_rest", params.clears_rest);
   return object.Get();
 }
 

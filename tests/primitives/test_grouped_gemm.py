@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import shapes
+import undefined_rows
 from assertions import SCALED_PRODUCT, assert_close, assert_exact
 from errors import on_cpu, raises, raises_without_kernel
 from grouped_cases import (
@@ -182,20 +183,39 @@ def test_masked_form_whose_unused_rows_may_hold_anything():
     assert_exact(np.asarray(found)[is_valid], truth[is_valid])
 
 
-def test_unused_rows_of_groups_that_follow_each_other_are_always_zero():
+def test_public_results_of_groups_that_follow_each_other_are_always_zero_in_unused_rows():
     lhs, rhs = dot_operands(9, 24, 140, 3)
     with pytest.raises(ValueError, match="scaled_ragged_dot: unused_rows='undefined' must go with"):
         scaled_ragged_dot(lhs, rhs, int32((1, 2, 3)), unused_rows="undefined")
 
 
-def test_only_zero_rows_are_cleared():
+@pytest.mark.parametrize("operands", [masked, lambda m, g: dot_operands(m, 24, 140, g)])
+def test_only_zero_rows_are_cleared(operands):
     """What the lowered call says to the launch code."""
-    lhs, rhs = masked(9, 3)
+    lhs, rhs = operands(9, 3)
+    first_row = jnp.zeros((1,), jnp.int32)
     for unused, clears in (("zero", 1), ("undefined", 0)):
-        dot = jax.jit(functools.partial(scaled_ragged_dot, unused_rows=unused))
-        traced = dot.trace(lhs, rhs, int32((1, 2, 3)))
+        dot = jax.jit(functools.partial(grouped_gemm, unused_rows=unused, out_dtype=jnp.float32))
+        traced = dot.trace(lhs, rhs, int32((1, 2, 3)), first_row)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert f"clears_unused = {clears} : i32" in text
+
+
+@pytest.mark.parametrize("implementation", ["xla", "emulate"])
+def test_undefined_rows_of_groups_that_follow_each_other_under_vmap(monkeypatch, implementation):
+    """Of each element the rows of no group alone, before the first group and after the last."""
+    undefined_rows.poison(monkeypatch)
+    lhs, rhs = dot_operands(40, 24, 140, 3)
+    starts = 0, 3, 50
+    how = dict(out_dtype=jnp.float32, implementation=implementation)
+    run = jax.jit(jax.vmap(lambda *of: grouped_gemm(lhs, rhs, *of, unused_rows="undefined", **how)))
+    found = np.asarray(run(int32(SIZES), int32(starts)[:, None]))
+    for out, sizes, first_row in zip(found, SIZES, starts, strict=True):
+        is_used = np.zeros(40, bool)
+        for start, end in reference.row_ranges(sizes, 40, first_row):
+            is_used[start:end] = True
+        assert_exact(out[is_used], dot_truth(lhs, rhs, sizes, first_row)[is_used])
+        assert np.isnan(out[~is_used]).all()
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 8, 140), (8, 0, 140), (8, 8, 0)])

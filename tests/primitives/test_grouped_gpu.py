@@ -15,6 +15,7 @@ from gpu_cases import E4M3, E5M2, assert_same, bits
 
 import jax_fp8gemm as jf
 from jax_fp8gemm._data import groups
+from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 from jax_fp8gemm._tuning import tile_config
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +90,11 @@ def test_groups_of_rows_have_the_bits_of_their_own_products(sizes, m, n, k, out_
     for i, (start, end) in enumerate(ranges):
         weights = jf.ScaledArray(rhs.values[i], rhs.scale[i], block=(128, 128))
         assert_same(out[start:end], multiply(lhs, weights)[start:end], f"group {i}")
-    assert not np.any(np.asarray(bits(out[ranges[-1][1] :])))
+    end = ranges[-1][1]
+    assert not np.any(np.asarray(bits(out[end:])))
+    of_groups = groups.Groups.of_sizes(group_sizes)
+    left = grouped_gemm(lhs, rhs, *of_groups, out_dtype, "cuda", unused_rows="undefined")
+    assert_same(left[:end], out[:end], "rows of groups")
 
 
 @pytest.mark.parametrize("config", tile_config.GROUPED_CONFIGS[1], ids=str)

@@ -173,7 +173,7 @@ def test_host_and_device_agree_on_structs_and_constants(folder):
     ("right", "wrong"),
     [
         ("MEMBER(GemmParams, raster, 816)", "MEMBER(GemmParams, raster, 820)"),
-        ("next_tile, first_part)", "next_tile, first_part, one_more)"),
+        ("first_part, clears_rest)", "first_part, clears_rest, one_more)"),
         ("STRUCT(QuantizeParams, 120", "STRUCT(QuantizeParams, 128"),
         ("CONSTANT(1024, kMaxGroups", "CONSTANT(512, kMaxGroups"),
     ],

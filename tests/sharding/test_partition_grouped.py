@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ragged_cases
 import reference
+import undefined_rows
 from assertions import REORDERED, assert_all_same_bits
 from errors import raises
 from jax.sharding import NamedSharding
@@ -34,6 +35,7 @@ from jax_fp8gemm import (
     scaled_ragged_dot,
     scaled_ragged_wgrad,
 )
+from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
 from jax_fp8gemm.moe import moe_mlp
 
 M, N, K, G = 256, 512, 512, 4
@@ -172,6 +174,22 @@ def test_rows_and_groups_cut_for_any_sizes(axis_types):
         out = product(*cut, int32(sizes))
         assert out.sharding.is_equivalent_to(NamedSharding(on, P("x")), 2)
         reference.assert_same_bits(out, product(*operands, int32(sizes)))
+
+
+def test_undefined_rows_are_zero_where_devices_add_their_groups(monkeypatch):
+    """By x. Where x cuts k, each device has all groups: rows of none stay undefined."""
+    undefined_rows.poison(monkeypatch)
+    operands = scaled(M, 256), scaled(G, 256, 256, seed=1, block=(128, 128))
+    first_row = int32((5,))
+    run = lambda *of, unused="undefined": grouped_gemm(*of, jnp.float32, unused_rows=unused)
+    is_used = (np.arange(M) >= 5) & (np.arange(M) < 5 + SIZES.sum())
+    expected = np.asarray(run(*operands, SIZES, first_row, unused="zero"))
+    on = mesh(AUTO, AUTO, shape=(2, 4))
+    for specs, are_zero in (((P(), P("x")), True), ((P(None, "x"), P(None, None, "x")), False)):
+        cut = [place_scaled(on, x, spec) for x, spec in zip(operands, specs, strict=True)]
+        found = np.asarray(jax.jit(run)(*cut, SIZES, first_row))
+        reference.assert_same_bits(found[is_used], expected[is_used])
+        assert ((found[~is_used] == 0) if are_zero else np.isnan(found[~is_used])).all()
 
 
 def test_masked_form():

@@ -27,8 +27,9 @@ struct GemmParams {
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
   const int* first_row;
-  int* next_tile;  // groups of rows: 0, for TileQueue
-  int first_part;  // Tile::kCutsLast: see DenseScheduler
+  int* next_tile;   // groups of rows: 0, for TileQueue
+  int first_part;   // Tile::kCutsLast: see DenseScheduler
+  int clears_rest;  // groups of rows that follow each other: whether other rows become zeros
 };
 
 struct Empty {};
