@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.dequantize import spread_scale
+from jax_fp8gemm._data.groups import group_of_rows
 from jax_fp8gemm._inspect import site
 from jax_fp8gemm._inspect.walk import Found, Measure
 from jax_fp8gemm._primitives import modes
@@ -99,7 +100,9 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
     else:
         y = x.astype(jnp.float32)
     has_rows, has_columns = modes.split(mode)
-    if has_rows:
+    if has_rows and name.startswith("swiglu"):
+        yield "row", *_rows_of_groups(y, *results[:2], *operands[-2:])
+    elif has_rows:
         yield "row", y, results[0], results[1]
     if has_columns:
         columns = jnp.moveaxis(y, -1, 0)
@@ -109,6 +112,16 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
             yield "column", columns, results[-2], results[-1]
         else:  # as matrices: the dimensions between k and m are no part of a block
             yield "block", *(z.reshape(z.shape[0], -1) for z in (columns, *results[-2:]))
+
+
+def _rows_of_groups(
+    x: jax.Array, values: jax.Array, scale: jax.Array, sizes: jax.Array, first_row: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns quantised rows. Those of no group, which may hold anything, do not count."""
+    is_used = (group_of_rows(sizes, first_row, x.shape[0]) < sizes.size)[:, None]
+    fillers = jnp.zeros((), x.dtype), jnp.zeros((), values.dtype), jnp.array(jnp.nan, scale.dtype)
+    arrays = zip((x, values, scale), fillers, strict=True)
+    return tuple(jnp.where(is_used, array, filler) for array, filler in arrays)
 
 
 def _row(x: jax.Array, values: jax.Array, scale: jax.Array, block: tuple[int, int]) -> jax.Array:

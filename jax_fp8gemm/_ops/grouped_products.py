@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import DType, ProductSpec, kernel_dtype
-from jax_fp8gemm._primitives.grouped_gemm import grouped_gemm
+from jax_fp8gemm._primitives.grouped_gemm import UnusedRows, grouped_gemm
 from jax_fp8gemm._primitives.grouped_wgrad import grouped_wgrad
 
 
@@ -22,12 +22,14 @@ def grouped_gemm_as(
     sizes: jax.Array,
     first_row: jax.Array,
     out_spec: PartitionSpec | None = None,
+    unused_rows: UnusedRows = "zero",
 ) -> jax.Array:
     """Returns grouped_gemm with a result of `dtype`.
 
-    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit. unused_rows: as
+    for grouped_gemm.
     """
-    how = kernel_dtype(dtype), spec.implementation, spec.reduce_dtype, out_spec
+    how = kernel_dtype(dtype), spec.implementation, spec.reduce_dtype, out_spec, unused_rows
     return grouped_gemm(lhs, rhs, sizes, first_row, *how).astype(dtype)
 
 

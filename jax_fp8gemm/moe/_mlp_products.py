@@ -21,6 +21,9 @@ dh and dx read the same quantised values of the weights as out and gate_up do. O
 only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32. With
 kept_gate_up="fp8" gate_up is FP8 between the passes, and da reads that (_kept_gate_up.py).
 
+Rows of no group are zeros in the results of products, or hold anything: `unused_rows` of the specs
+says which. Then they may hold NaN, and reach no column, no gradient of a weight and none of a bias.
+
 Each product is one function here. `forward` and `backward` put them together for moe_mlp and for
 the layer on one device; moe/_parallel/turn.py does so for the layer on many.
 """
@@ -91,7 +94,8 @@ def weights_both_ways(
 
 def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
     """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
-    gate_up = grouped_gemm_as(specs.into, specs.into.out_dtype, rows, w.gate_up, *groups)
+    into, left = specs.into, specs.unused_rows
+    gate_up = grouped_gemm_as(into, into.out_dtype, rows, w.gate_up, *groups, unused_rows=left)
     return gate_up if w.biases is None else add_bias(gate_up, w.biases.gate_up, groups)
 
 
@@ -106,14 +110,16 @@ def down_product(
     h, h_columns = swiglu_quantize(
         gate_up, *groups, activation=activation, pieces=pieces, **how, **args
     )
-    out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, down.shardings.out)
+    of_out = down.shardings.out, specs.unused_rows
+    out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, *of_out)
     return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
 
 
 def hidden_gradient(specs: Specs, douts: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
     """Returns dh (m, f) of the quantised rows of dout."""
     with jax.named_scope("dlhs"):
-        return grouped_gemm_as(specs.down, specs.down.lhs_dtype, douts, w.down, *groups)
+        down, left = specs.down, specs.unused_rows
+        return grouped_gemm_as(down, down.lhs_dtype, douts, w.down, *groups, unused_rows=left)
 
 
 def row_gradient(
@@ -128,7 +134,8 @@ def row_gradient(
         gate_up, dh, *groups, with_columns=with_columns, **how, **args
     )
     with jax.named_scope("dlhs"):
-        dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, into.shardings.lhs)
+        of_dx = into.shardings.lhs, specs.unused_rows
+        dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, *of_dx)
     return dx, da_columns
 
 

@@ -20,6 +20,7 @@ from jax_fp8gemm._ops.product_spec import (
     with_shardings,
 )
 from jax_fp8gemm._ops.weights import check_weights
+from jax_fp8gemm._primitives.grouped_gemm import UnusedRows
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 from jax_fp8gemm.moe._operands import Weights
 
@@ -29,13 +30,15 @@ class Specs(NamedTuple):
 
     Both have the same recipe and implementation. A spec whose rhs_dtype is None belongs to weights
     that are quantised already and have no gradient. pieces: how the columns of w_gate_up are laid
-    out (_primitives/gated.py).
+    out (_primitives/gated.py). unused_rows: what the rows of no group hold in the results of the
+    products (_primitives/grouped_gemm.py).
     """
 
     into: ProductSpec
     down: ProductSpec
     activation: Activation
     pieces: int = 1
+    unused_rows: UnusedRows = "zero"
 
     def gradients_of_weights(self, dw_gate_up: Any, dw_down: Any) -> tuple[Any, Any]:
         """Returns the arrays, or None, as the gradients of what the weights are."""

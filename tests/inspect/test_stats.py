@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import undefined_rows
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -190,6 +191,32 @@ def test_a_layer_of_experts(expert_axis):
     assert len(amax("rhs")) == 2 and len(amax("lhs")) == 4 and len(amax("dout")) == 4
     assert max(amax("rhs")) < 0.5 < 1 < min(amax("lhs"))
     assert max(amax("lhs")) < 100 < 1e5 < min(amax("dout"))
+
+
+def test_rows_of_no_group_do_not_count(traced_anew, monkeypatch):
+    """The experts of a device leave them undefined: here NaN."""
+    where = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, gate_up, down = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((64, 128), (4, 128, 256), (4, 128, 128)), strict=False)
+    )
+    logits = jax.random.normal(keys[3], (64, 4))
+
+    def loss(x, gate_up, down):
+        layer = partial(jax_fp8gemm.moe.moe_layer, top_k=2, expert_axis="x", mesh=where)
+        return layer(x, logits, gate_up, down).astype(jnp.float32).sum()
+
+    with_nan = undefined_rows.poison(monkeypatch)
+    _, found = stats.collect(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, gate_up, down)
+    records = found.records()
+    assert with_nan
+    of_turn = "128x128", "128x256"  # h and the gradient of gate_up
+    rows = [r for r in records if r["shape"] in of_turn and r["blocks"] == "row"]
+    assert {r["shape"] for r in rows} == set(of_turn)
+    assert min(r["scale_min"] for r in rows) > 1e-6  # zeros would have 1e-31
+    for record in records:
+        assert record["nonfinite"] == 0 and record["amax"] > 0 and record["error"] < 0.04
 
 
 def test_a_module_of_nnx():

@@ -115,6 +115,10 @@ def expert_spec(
     check_num_experts(OP, num_local_experts, w_gate_up)
     how = options.recipe, options.implementation, options.activation
     products = make_specs(OP, x, w_gate_up, w_down, *how)
+    # No result of turn.py has anything of a row of no group. But these options of JAX look at what
+    # the forward pass keeps.
+    looks = any(getattr(jax.config, f"jax_debug_{name}", False) for name in ("nans", "infs"))
+    products = products._replace(unused_rows="zero" if looks else "undefined")
     tokens = sum(exchange.tokens for exchange in exchanges)
     capacity = options.capacity(tokens * exchanges[0].top_k, num_experts)
     most = None if capacity is None else num_experts * capacity
