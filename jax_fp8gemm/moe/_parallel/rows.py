@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     Attributes:
       groups: the groups of the rows, one for each local expert.
       choice: the choice that each row comes from, numbered through (r, top_k).
-      token: the received token that each row is a copy of.
+      token: the received token that each row is a copy of; of a row of no group the first one.
       order: (r, top_k), the row of each choice, counted from the first row of the turn.
       has_row: (r, top_k), whether the choice has a row in this turn.
     """
@@ -67,7 +67,9 @@ def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
     order = received.order - first
     has_row = (order >= 0) & (order < ends[-1])
     groups = Groups.of_sizes(sizes)
-    token = choice // received.order.shape[1]
+    # Behind the groups come choices of no expert here. Copies of one token read it from the L2.
+    is_used = jnp.arange(num_rows, dtype=jnp.int32) < ends[-1]
+    token = jnp.where(is_used, choice // received.order.shape[1], 0)
     return Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row)
 
 
