@@ -3,6 +3,8 @@
 XLA may compute in f32 what the program rounds to bf16 and back, and it may make one operation of a
 product and a sum. Both change bits with the kernel that an operation lands in. Here operands pass
 through integers, a rounding is a lax.reduce_precision, and each product that is added is exact.
+
+JAX has no derivative of what passes through integers. That of a rounding is the identity here.
 """
 
 # JAX leaves parameters of its functions untyped.
@@ -19,6 +21,7 @@ _U = np.uint32
 _EXPONENT = _U(0x7F800000)
 
 
+@jax.custom_jvp
 def exact_f32(x: jax.Array) -> jax.Array:
     """Returns bf16, f16 or f32 x in f32, after its rounding to its dtype."""
     if x.dtype == jnp.bfloat16:
@@ -41,6 +44,7 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
+@jax.custom_jvp
 def flushed(x: jax.Array) -> jax.Array:
     """Returns f32 x with 0 in the place of subnormal numbers.
 
@@ -50,6 +54,10 @@ def flushed(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     bits = jnp.where((bits & _EXPONENT) == 0, _U(0), bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+exact_f32.defjvps(lambda dx, out, x: dx.astype(jnp.float32))
+flushed.defjvps(lambda dx, out, x: dx)
 
 
 def add_flushed(x: jax.Array, y: jax.Array) -> jax.Array:

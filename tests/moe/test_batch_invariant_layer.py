@@ -153,6 +153,36 @@ def test_a_block_has_the_same_bits_in_any_batch():
     reference.assert_same_bits(run(elsewhere(x, 0))[PLACES], run(x)[:4])
 
 
+@pytest.mark.parametrize("name", ["DEEPSEEK_V3", "LLAMA_4_MAVERICK"])
+def test_gradients_of_a_block_are_those_without_invariance(name):
+    """Of all parameters and of x, through a shared expert and through weighed tokens."""
+    config = getattr(moe.configs, name).scaled_down(num_experts=16)
+    kernel = jax.nn.initializers.lecun_normal()
+    key = jax.random.key(0)
+    parameters = {
+        name: moe.block.initial_parameter(key, name, shape, jnp.float32, kernel)
+        for name, shape in moe.block.parameter_shapes(config).items()
+    }
+    x = jax.random.normal(key, (8, config.hidden))
+    loss = lambda recipe, *of: (moe.block.apply_block(config, *of, recipe=recipe) ** 2).sum()
+    gradients = lambda recipe: jax.jit(jax.grad(partial(loss, recipe), (0, 1)))(parameters, x)
+    # f32 sums in another order may round another FP8 value.
+    compare = lambda x, y: reference.calc_diff(x, y) if np.any(y) else np.abs(x).max()
+    diffs = jax.tree.map(compare, gradients(RECIPE), gradients(jf.DEEPSEEK_V3))
+    assert max(jax.tree.leaves(diffs)) < 1e-3
+
+
+def test_gradients_of_logits_in_bf16():
+    x, logits, *weights, dout = layer_operands(8)
+    operands = x, logits.astype(jnp.bfloat16), *weights, dout
+    found, expected = (
+        jax.jit(partial(step, recipe, implementation="xla"))(*operands)[2]
+        for recipe in (RECIPE, jf.DEEPSEEK_V3)
+    )
+    assert found.dtype == jnp.bfloat16
+    assert reference.calc_diff(found, expected) < 1e-3
+
+
 def test_what_unpermute_does_not_take():
     operands = jnp.ones((4, 8)), jnp.asarray([[0, 1], [2, 3]]), jnp.ones((2, 2))
     with raises(TypeError, match="unpermute: batch_invariant must be True or False; got 1"):

@@ -32,7 +32,7 @@ def operands(skew):
     return indices, (x, weights, *experts, biases_of(E, F, D), shared_weights()), dout
 
 
-def layer(shape=(8,), dtype=jnp.float32, has_shared=True, **how):
+def layer(shape=(8,), dtype=jnp.float32, **how):
     """Returns a function of operands: the result and all gradients."""
     axes = ("x", "y") if len(shape) > 1 else "x"
     how |= dict(expert_axis=axes, mesh=mesh(*(AUTO,) * len(shape), shape=shape))
@@ -40,7 +40,7 @@ def layer(shape=(8,), dtype=jnp.float32, has_shared=True, **how):
     @jax.jit
     def run(indices, operands, dout):
         def call(x, weights, w_gate_up, w_down, biases, shared):
-            both = dict(biases=biases, shared_expert=shared if has_shared else None)
+            both = dict(biases=biases, shared_expert=shared)
             return moe_layer(x, (indices, weights), w_gate_up, w_down, **both, **how)
 
         operands, dout = jax.tree.map(lambda x: x.astype(dtype), (operands, dout))
@@ -66,7 +66,7 @@ def assert_nan_reaches_no_result(monkeypatch, how, skews):
     "how",
     [
         dict(exchange="all_gather", recipe=SQUARE_COLUMNS),
-        dict(exchange="all_to_all", parts=2, recipe=INVARIANT, has_shared=False),
+        dict(exchange="all_to_all", parts=2, recipe=INVARIANT),
         dict(exchange="ragged_all_to_all", parts=4, activation=GPT_OSS),
         dict(exchange=("all_to_all", "all_gather"), shape=(2, 4), dtype=jnp.bfloat16),
     ],
