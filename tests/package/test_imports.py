@@ -21,6 +21,7 @@ _LAYERS = (
     "_ops",
     "moe",
     "checkpoint",
+    "nnx",
     "_inspect",
     "",
 )

@@ -1,9 +1,4 @@
-"""Modules of Flax NNX whose products run in FP8: Linear, LinearGeneral, Einsum, SwiGLU and MoE.
-
-Linear, LinearGeneral and Einsum are Flax's own classes with another product. Their arguments,
-parameters and initialisers are Flax's, so a checkpoint of one loads into the other. It needs Flax,
-which `import jax_fp8gemm` does not import.
-"""
+"""SwiGLU and MoE: modules of our own in Flax NNX."""
 
 from __future__ import annotations
 
@@ -13,14 +8,11 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.formats import Implementation
-from jax_fp8gemm._data.quantized_weight import promote_weights
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._ops.bind import bind
-from jax_fp8gemm._ops.dot_general import dot_general
-from jax_fp8gemm._ops.einsum import einsum
 from jax_fp8gemm.moe import gated_mlp
 from jax_fp8gemm.moe.block import (
     Initializer,
@@ -30,104 +22,10 @@ from jax_fp8gemm.moe.block import (
     parameter_shapes,
 )
 from jax_fp8gemm.moe.configs import MoEConfig
-
-try:
-    from flax import nnx
-    from flax.nnx.nn import dtypes
-
-    from jax_fp8gemm._nnx_scopes import name_scopes as name_scopes
-    from jax_fp8gemm._nnx_scopes import scoped
-    from jax_fp8gemm._nnx_weights import Weights, weights_of_einsum
-    from jax_fp8gemm._nnx_weights import quantize_weights as quantize_weights
-except ImportError as error:
-    raise ImportError("jax_fp8gemm.nnx needs Flax: pip install flax") from error
-
+from jax_fp8gemm.nnx._scopes import scoped
+from jax_fp8gemm.nnx._weights import Weights
 
 _lecun_normal = jax.nn.initializers.lecun_normal()
-
-
-def _promote_dtype(args: tuple[Any, ...], /, **how: Any) -> Any:
-    """Returns Flax's promotion of the arrays; a QuantizedWeight keeps its quantisation."""
-    return promote_weights(lambda arrays: dtypes.promote_dtype(tuple(arrays), **how), args)
-
-
-class _InFp8:
-    """What Linear and LinearGeneral add to Flax's modules."""
-
-    def __init__(
-        self,
-        in_features: Any,
-        out_features: Any,
-        *,
-        recipe: Recipe | str = DEEPSEEK_V3,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ):
-        kwargs |= dict(dot_general=bind(dot_general, recipe, implementation))
-        kwargs.setdefault("promote_dtype", _promote_dtype)
-        # Flax's class comes next, in the order of bases.
-        super().__init__(in_features, out_features, **kwargs)  # pyright: ignore[reportCallIssue]
-
-    def weights_of_products(self) -> Weights:
-        """Returns how the product reads the kernel, for quantize_weights."""
-        module: Any = self
-        num_batch, axis = len(getattr(module, "batch_axis", ())), getattr(module, "axis", -1)
-        contracting = tuple(range(len(axis) if isinstance(axis, tuple) else 1))
-        how = module.dot_general.keywords
-        return Weights(("kernel",), how, contracting, num_batch, module.dtype)
-
-
-class Linear(_InFp8, nnx.Linear):
-    """nnx.Linear with its product in FP8.
-
-    Args:
-      in_features, out_features, kwargs: as for nnx.Linear, `dot_general` aside.
-      recipe, implementation: as for jax_fp8gemm.dot_general.
-    """
-
-    __call__ = scoped(nnx.Linear.__call__)
-
-
-class LinearGeneral(_InFp8, nnx.LinearGeneral):
-    """nnx.LinearGeneral with its product in FP8.
-
-    Args:
-      in_features, out_features, kwargs: as for nnx.LinearGeneral, `dot_general` and
-        `dot_general_cls` aside.
-      recipe, implementation: as for jax_fp8gemm.dot_general.
-    """
-
-    __call__ = scoped(nnx.LinearGeneral.__call__)
-
-
-class Einsum(nnx.Einsum):
-    """nnx.Einsum with its product in FP8.
-
-    Args:
-      einsum_str, kernel_shape, bias_shape, kwargs: as for nnx.Einsum, `einsum_op` aside.
-      recipe, implementation: as for jax_fp8gemm.einsum.
-    """
-
-    def __init__(
-        self,
-        einsum_str: str,
-        kernel_shape: tuple[int, ...],
-        bias_shape: tuple[int, ...] | None = None,
-        *,
-        recipe: Recipe | str = DEEPSEEK_V3,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ):
-        product = bind(einsum, recipe, implementation)
-        kwargs.setdefault("promote_dtype", _promote_dtype)
-        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=product, **kwargs)
-
-    __call__ = scoped(nnx.Einsum.__call__)
-
-    def weights_of_products(self) -> Weights | None:
-        """Returns how the product reads the kernel, for quantize_weights; None if it is no rhs."""
-        module: Any = self
-        return weights_of_einsum(module.einsum_str, module.einsum_op.keywords, module.dtype)
 
 
 class SwiGLU(nnx.Module):

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
-from jax_fp8gemm._nnx_scopes import scope_of
 from jax_fp8gemm._ops.quantize_weight import quantize_weight
+from jax_fp8gemm.nnx._scopes import scope_of
 
 
 class Weights(NamedTuple):
