@@ -235,7 +235,7 @@ def test_a_module_of_nnx():
 
 
 class _Stack(nnx.Module):
-    """Two layers and a mixture of experts, of which one layer is Flax's own."""
+    """A layer of ours, one of Flax's own, a mixture of experts, and a head."""
 
     def __init__(self, rngs):
         linear = partial(jax_fp8gemm.nnx.Linear, implementation="xla", rngs=rngs)
