@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAMP = ROOT / "benchmarks" / "commit.json"
-_SOURCES = ("jax_fp8gemm", "ffi", "benchmarks")
+_SOURCES = ("jax_fp8gemm", "ffi", "benchmarks", "examples")  # examples/train_moe writes metrics
 _SUFFIXES = (".py", ".cc", ".h", ".cuh", ".txt")
 _PACKAGES = (
     *("jax_fp8gemm", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),

@@ -16,7 +16,7 @@ def checkout(tmp_path, monkeypatch):
     """A checkout with one commit of one source file."""
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "STAMP", tmp_path / "benchmarks" / "commit.json")
-    for folder in ("jax_fp8gemm", "ffi", "benchmarks/results"):
+    for folder in ("jax_fp8gemm", "ffi", "examples", "benchmarks/results"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "jax_fp8gemm" / "a.py").write_text("a = 1\n")
     (tmp_path / ".gitignore").write_text("/benchmarks/commit.json\n")
@@ -31,7 +31,7 @@ def test_git_says_the_commit(checkout):
     assert len(clean["commit"]) == 12 and clean["dirty"] is False
     (checkout / "benchmarks" / "results" / "dense.json").write_text("{}")  # what a run writes
     assert provenance.source_commit() == clean
-    (checkout / "jax_fp8gemm" / "b.py").write_text("")
+    (checkout / "examples" / "b.py").write_text("")
     assert provenance.source_commit() == clean | {"dirty": True}
 
 
