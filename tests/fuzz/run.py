@@ -1,9 +1,9 @@
-"""Runs random calls and products in processes, and says which of them die, hang or are wrong.
+"""Runs random calls, products and layers in processes: which of them die, hang or are wrong?
 
     make fuzz
 
-    FUZZ_CALLS, FUZZ_PRODUCTS   how many; 100,000 and 5,000
-    FUZZ_SECONDS                after so many, 900, it goes on to the products, or ends
+    FUZZ_CALLS, FUZZ_PRODUCTS, FUZZ_LAYERS   how many; 100,000, 5,000 and 200
+    FUZZ_SECONDS                after so many, 900, it goes on to the next kind, or ends
     FUZZ_PROCESSES              2
     FUZZ_SEED                   by chance; printed
 
@@ -103,7 +103,11 @@ def _read(stream, lines: queue.Queue) -> None:
 def main() -> int:
     seed = setting("SEED", secrets.randbelow(2**31))
     seconds, processes = setting("SECONDS", 900), setting("PROCESSES", 2)
-    totals = {"calls": setting("CALLS", 100_000), "products": setting("PRODUCTS", 5_000)}
+    totals = {
+        "calls": setting("CALLS", 100_000),
+        "products": setting("PRODUCTS", 5_000),
+        "layers": setting("LAYERS", 200),
+    }
     print(f"FUZZ_SEED={seed}", flush=True)
     failed = False
     for kind, total in totals.items():

@@ -3,10 +3,11 @@ that dies or hangs."""
 
 import warnings
 
+import jax
 import numpy as np
 import pytest
 from errors import without_annotation_checks
-from fuzz import calls, products, run
+from fuzz import calls, layers, products, run
 
 SEED = 20261123
 
@@ -24,6 +25,29 @@ def test_random_calls_end_in_a_result_or_a_sentence(start):
 def test_random_products_are_those_of_float64(op):
     for i in range(3):
         assert op(np.random.default_rng([SEED, i])) is None, i
+
+
+@pytest.mark.parametrize("start", range(0, 6, 2))
+def test_random_layers_are_those_of_plain_jax(start):
+    for i in range(start, start + 2):
+        layer, fault = layers.random_layer(np.random.default_rng([SEED, i]))
+        assert fault is None, (i, layer)
+
+
+@pytest.mark.parametrize("name", ["logits", "x", "w_down"])
+def test_a_gradient_that_vanishes_is_seen(monkeypatch, name):
+    ours = layers._ours
+    without = lambda p: p | {name: jax.lax.stop_gradient(p[name])}
+    monkeypatch.setattr(layers, "_ours", lambda how, recipe, p: ours(how, recipe, without(p)))
+    _, fault = layers.random_layer(np.random.default_rng([SEED, 0]))
+    assert str(fault).startswith(f"{name} has an error of 1.000")
+
+
+def test_a_layer_that_is_not_in_fp8_is_seen(monkeypatch):
+    ours = layers._ours
+    monkeypatch.setattr(layers, "_ours", lambda how, recipe, p: ours(how, layers.fp8.BF16, p))
+    _, fault = layers.random_layer(np.random.default_rng([SEED, 0]))
+    assert "has an error of 0.00" in str(fault)
 
 
 def test_a_wrong_product_is_seen():

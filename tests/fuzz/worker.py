@@ -1,6 +1,8 @@
-"""The calls or products of one process: run.py starts some, and sees when one dies or hangs.
+"""The calls, products or layers of a process: run.py starts some, and sees when one dies or hangs.
 
-    PYTHONPATH=tests:tests/moe python -P -m fuzz.worker calls|products SEED FIRST LAST SECONDS
+    PYTHONPATH=tests:tests/moe python -P -m fuzz.worker KIND SEED FIRST LAST SECONDS
+
+KIND: calls, products or layers.
 
 Call i of a seed is the same in any process. Prints `run i` before each, `fault i text` after one
 that is wrong, and `done i` at the end; with FIRST == LAST - 1 what the call is, too.
@@ -14,11 +16,12 @@ import warnings
 import xla_options
 
 if __name__ == "__main__":  # before jax starts a backend
-    os.environ["XLA_FLAGS"] = " ".join(xla_options.QUICK_FLAGS)
+    devices = "--xla_force_host_platform_device_count=4"  # for layers
+    os.environ["XLA_FLAGS"] = " ".join([*xla_options.QUICK_FLAGS, devices])
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from fuzz import calls, products
+from fuzz import calls, layers, products
 
 
 def run_call(rng: np.random.Generator, is_shown: bool) -> str | None:
@@ -36,9 +39,16 @@ def run_product(rng: np.random.Generator, is_shown: bool) -> str | None:
     return fault and f"{op}: {fault}"
 
 
+def run_layer(rng: np.random.Generator, is_shown: bool) -> str | None:
+    layer, fault = layers.random_layer(rng)
+    if is_shown:
+        print(layer)
+    return fault and f"{layer}: {fault}"
+
+
 def main(kind: str, *numbers: str) -> None:
     seed, first, last, seconds = map(int, numbers)
-    run = dict(calls=run_call, products=run_product)[kind]
+    run = dict(calls=run_call, products=run_product, layers=run_layer)[kind]
     end = time.monotonic() + seconds
     warnings.simplefilter("ignore")
     i = first
