@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fp8gemm._data.activation import Activation, ClampedSwiglu
 
@@ -64,6 +65,24 @@ def halves(gate_up: jax.Array, pieces: int = 1) -> tuple[jax.Array, jax.Array]:
     return gate, up
 
 
+_exact_gelu = partial(jax.nn.gelu, approximate=False)
+
+
+# NOTE: JAX 0.12.0 cannot differentiate erfc in a shard_map that checks over which axes values vary.
+@jax.custom_jvp
+def _gelu_with_slope(x: jax.Array) -> jax.Array:
+    return _exact_gelu(x)
+
+
+@_gelu_with_slope.defjvp
+def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]):
+    (x,), (dx,) = primals, tangents
+    root_half = np.sqrt(0.5).astype(x.dtype)
+    below = 0.5 * jax.lax.erfc(-x * root_half)  # the share of a normal distribution below x
+    density = jnp.exp(-jnp.square(x * root_half)) / math.sqrt(2 * math.pi)
+    return _exact_gelu(x), dx * (below + x * density)
+
+
 def _gelu_tanh(x: jax.Array) -> jax.Array:
     # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel where x is far below 0.
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * (x * x * x)))
@@ -71,7 +90,7 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": lambda x: x * jax.nn.sigmoid(x),
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": _exact_gelu if jax.__version_info__ < (0, 12) else _gelu_with_slope,
     "gelu_tanh": _gelu_tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

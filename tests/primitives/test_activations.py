@@ -7,6 +7,7 @@ import pytest
 import swiglu_cases
 from errors import raises
 from gated_activations import DEEPSEEK_V4, GPT_OSS, NAMES, OTHERS, gated, gated_grad, truth
+from jax.sharding import AxisType, PartitionSpec
 from swiglu_cases import E4M3
 from test_swiglu import FIRST_ROW, SIZES, F, M, normal, quantized
 
@@ -54,6 +55,22 @@ def _published(activation):
         return gate * jax.nn.sigmoid(alpha * gate) * (up + offset)
 
     return clamped
+
+
+@activations
+def test_a_gradient_in_a_shard_map_is_that_outside(activation):
+    gate_up, dh = _operands(True)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("i")
+    grad = lambda *operands: plain.gated_grad(*operands, activation)
+    sharded = jax.shard_map(grad, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    found = np.asarray(jax.jit(sharded)(gate_up, dh), np.float64)
+    np.testing.assert_array_equal(found, jax.jit(grad)(gate_up, dh))
+    split = lambda x: np.split(np.asarray(x, np.float64), 2, axis=1)
+    expected = gated_grad(*split(gate_up), np.asarray(dh, np.float64), activation)[:2]
+    for x, y in zip(split(found), expected, strict=True):
+        # XLA's erfc and exp. The absolute bound is for tails, where both are almost 0.
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
 
 
 @activations
