@@ -36,8 +36,12 @@ def plot(folder: pathlib.Path, path: pathlib.Path, window: int) -> None:
         steps, gaps = _mean([_gap(run, of_base) for run, of_base in pairs])
         mean, error = gaps.mean(0), gaps.std(0) / max(1, len(gaps) - 1) ** 0.5
         how = dict(color=color_of[name])
-        losses = [base[step] * (1 + gap / 100) for step, gap in zip(steps, mean, strict=True)]
-        above.plot(steps, losses, label=name, **how)
+        # A seed of bf16 may have fewer steps than others, if it was stopped.
+        gap_at = dict(zip(steps, mean, strict=True))
+        losses = {
+            step: base[step] * (1 + gap / 100) for step, gap in gap_at.items() if step in base
+        }
+        above.plot(losses.keys(), losses.values(), label=name, **how)
         below.plot(steps, mean, **how)
         below.fill_between(steps, mean - error, mean + error, alpha=0.2, linewidth=0, **how)
     above.set(ylabel="loss, nats a byte")

@@ -297,6 +297,13 @@ def write_run(folder, losses, held_out):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_a_plot_has_runs_that_go_further_than_a_seed_of_bf16(run, tmp_path):
+    for name, steps in (("bf16-0", 20), ("deepseek_v3-0", 20), ("bf16-1", 10)):
+        write_run(tmp_path / name, [1.0] * steps, 1.0)
+    run("plot", tmp_path)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
     flat = lambda last: [5.0] * 18 + [last] * 2  # the last tenth is two steps
     above = {"deepseek_v3": (0.01, 0.03), "fp4": (0.05, 0.06), "e5m2": (0.01, 0.04)}
