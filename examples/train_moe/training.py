@@ -92,7 +92,12 @@ class Program:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         self.step = step.lower(self.shapes, batch, number).compile()
         self.evaluate = jax.jit(lambda state, tokens: self._loss(state.params, state, tokens)[1][0])
-        self._measured = stats.collect(lambda *args: self._gradient(self._weights(args[0]), *args))
+        # Of one part of a batch: the whole one may not fit.
+        self._measured = stats.collect(
+            lambda state, tokens: self._gradient(
+                self._weights(state), state, tokens[:: self.micro_batches]
+            )
+        )
 
     def place(self, tokens):
         """Returns a batch on the devices, its sequences over all of them."""
@@ -105,7 +110,10 @@ class Program:
         return held - plan.alias_size_in_bytes
 
     def measure(self, state: State, tokens) -> stats.Stats:
-        """Returns what became of the operands that the gradient of a batch quantises, by module."""
+        """Returns what became of the operands that the gradient of a batch quantises, by module.
+
+        Of a batch in several parts it is that of the first part.
+        """
         return self._measured(state, tokens)[1]
 
     def _loss(self, params, state: State, tokens):
