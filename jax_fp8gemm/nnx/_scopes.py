@@ -25,7 +25,7 @@ def scoped(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def scope_of(module: nnx.Module) -> AbstractContextManager[Any]:
     """Returns the jax.named_scope of a module's name, or a context of no name."""
-    scope = getattr(module, "scope", "")
+    scope = getattr(module, "fp8_scope", "")
     return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
@@ -45,5 +45,5 @@ def name_scopes(model: nnx.Module) -> None:
     """
     for path, module in nnx.iter_modules(model):
         if hasattr(module, "weights_of_products"):
-            name: Any = module
-            name.scope = "/".join(map(str, path))
+            named: Any = module
+            named.fp8_scope = "/".join(map(str, path))
