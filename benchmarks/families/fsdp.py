@@ -32,8 +32,8 @@ class Stack:
 
     Attributes:
       tokens: of each GPU.
-      loop: "unrolled", "scan" over layers, or "scan, products saved", whose layers keep results of
-        products and their inputs alone, and compute the rest again (jax.checkpoint).
+      loop: "unrolled", "scan" over layers, or "scan, products saved", whose layers keep the results
+        of products, and compute the rest again from these and their input (jax.checkpoint).
       sums: the Recipe's reduce_dtype, in which our gradients are added.
     """
 
