@@ -24,6 +24,7 @@ from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
 from jax_fp8gemm.moe._parallel.layer import expert_parallel_on_mesh
 
 SQUARE_COLUMNS = dataclasses.replace(DEEPSEEK_V3, wgrad_lhs_block=(128, 128), fp8_combine=True)
+KEPT = dataclasses.replace(DEEPSEEK_V3, kept_gate_up="fp8")
 INVARIANT = dataclasses.replace(DEEPSEEK_V3, batch_invariant=True)
 
 
@@ -68,21 +69,23 @@ def assert_nan_reaches_no_result(monkeypatch, how, skews):
         dict(exchange="all_gather", recipe=SQUARE_COLUMNS),
         dict(exchange="all_to_all", parts=2, recipe=INVARIANT),
         dict(exchange="ragged_all_to_all", parts=4, activation=GPT_OSS),
+        dict(exchange="all_gather", parts=2, recipe=KEPT),
         dict(exchange=("all_to_all", "all_gather"), shape=(2, 4), dtype=jnp.bfloat16),
     ],
-    ids=lambda how: str(how["exchange"]),
+    ids=("all_gather", "all_to_all", "ragged_all_to_all", "kept_gate_up", "pair"),
 )
 def test_no_undefined_row_reaches_a_result(traced_anew, monkeypatch, how):
     """Of even choices, and of choices that all name an expert of one device."""
     assert_nan_reaches_no_result(monkeypatch, how, (0.0, 50.0))
 
 
-def test_nor_does_one_of_a_later_turn(traced_anew, monkeypatch):
+@pytest.mark.parametrize("recipe", [DEEPSEEK_V3, KEPT], ids=("default", "kept_gate_up"))
+def test_nor_does_one_of_a_later_turn(traced_anew, monkeypatch, recipe):
     """Of rows and of tokens."""
     monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 16)
     monkeypatch.setattr(_expert_spec, "_ROW_UNIT", 8)
     monkeypatch.setattr(_exchange, "_SLOT_UNIT", 1)
-    assert_nan_reaches_no_result(monkeypatch, dict(exchange="all_to_all"), (5.0,))
+    assert_nan_reaches_no_result(monkeypatch, dict(exchange="all_to_all", recipe=recipe), (5.0,))
 
 
 def test_an_option_of_jax_that_looks_for_nan_finds_none(traced_anew, monkeypatch):
