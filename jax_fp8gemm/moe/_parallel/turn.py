@@ -122,9 +122,8 @@ def backward_turn(
     """
     rows = rows_of_turn(received, turn, num_rows)
     if kept is None:
-        # NOTE: without this barrier XLA transposes before the loop, even if no turn is left.
-        w_gate_up, _ = lax.optimization_barrier((w.gate_up, turn))
-        gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up.T))
+        w_gate_up = _transpose_in_turn(w.gate_up, turn)
+        gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up))
         kept = keep(products.into, gate_up)
     with jax.named_scope("dlhs"):
         copies = copy_rows(douts, rows.token)
@@ -141,6 +140,21 @@ def backward_turn(
     invariant = products.into.recipe.batch_invariant
     dx = sum_of_rows(dx, rows.order, None, rows.has_row, dtype=dx.dtype, batch_invariant=invariant)
     return TokenGradients(dx, dweights), RowGradients(rows, weights, gate_up, dh, da_columns)
+
+
+def _transpose_in_turn(w: ScaledArray, turn: TurnNumber) -> ScaledArray:
+    """Returns w.T, which XLA computes in the loop over turns.
+
+    XLA would compute it before the loop, even if no turn is left: it does not depend on the turn.
+    The barrier makes it depend. XLA may also give the loop's operand the layout of the transpose,
+    for which it copies w before the loop. An array of one dimension has no other layout.
+    """
+
+    def hide(x: jax.Array) -> jax.Array:
+        flat, _ = lax.optimization_barrier((x.reshape(-1), turn))
+        return flat.reshape(x.shape)
+
+    return jax.tree.map(hide, w).T
 
 
 def weight_gradients(
