@@ -23,8 +23,9 @@ No token is dropped, so the number of rows is not known before. Two loops take t
     most, and this bounds the memory.
 What turns contribute to a token or to a weight is added in the dtype of the sum; that is f32 for a
 weight if there are several parts. gate_up of the first turn is kept for the backward pass. That of
-further turns is computed again. With kept_gate_up="fp8" it is then rounded as what is kept is, so
-the gradient of a row does not depend on its turn.
+further turns is computed again, and so are the columns of h, from gate_up. With kept_gate_up="fp8"
+gate_up is then rounded as what is kept is, and the columns of h are not kept. In all turns they are
+made of rounded values, so the gradient of a row does not depend on its turn.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import jax
 from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._kept_gate_up import keep
-from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
+from jax_fp8gemm.moe._mlp_products import Experts, Residuals, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
@@ -63,13 +64,15 @@ def expert_mlp(spec: ExpertSpec, operands: Operands) -> jax.Array:
 
     operands: the tokens and the experts of this device. Experts are numbered along the axis.
     """
-    return _expert_mlp_fwd(spec, operands)[0]
+    return _expert_mlp_fwd(spec, operands, is_differentiated=False)[0]
 
 
-def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tuple[Kept, Experts]]:
+def _expert_mlp_fwd(
+    spec: ExpertSpec, operands: Operands, *, is_differentiated: bool = True
+) -> tuple[jax.Array, tuple[Kept, Experts]]:
     x, indices, weights, w_gate_up, w_down, biases = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
-    out, kept = forward(spec, x, indices, weights, transposed)
+    out, kept = forward(spec, x, indices, weights, transposed, is_differentiated)
     return out, (kept, w)
 
 
@@ -86,11 +89,26 @@ def _expert_mlp_bwd(
 expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)
 
 
+def _keeps_columns(spec: ExpertSpec) -> bool:
+    """Returns whether the columns of h are kept of the first turn of rows."""
+    has_gradient = spec.products.down.rhs_dtype is not None
+    return has_gradient and spec.products.down.recipe.kept_gate_up == "unquantised"
+
+
 def forward(
-    spec: ExpertSpec, x: jax.Array, indices: jax.Array, weights: jax.Array, w: Experts
+    spec: ExpertSpec,
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    w: Experts,
+    is_differentiated: bool,
 ) -> tuple[jax.Array, Kept]:
-    """Returns the result of expert_mlp, by transposed weights, and what `backward` needs."""
+    """Returns the result of expert_mlp, by transposed weights, and what `backward` needs.
+
+    is_differentiated: whether the columns of h are computed for it.
+    """
     fmt = spec.products.into.recipe.fwd
+    with_columns = is_differentiated and _keeps_columns(spec)
     sent = divide(Sent(quantize_to_send(spec, fmt, x), indices, weights), spec.part_sizes)
     plans = [
         part.exchange.plan(tokens.indices // spec.num_local_experts)
@@ -103,13 +121,15 @@ def forward(
     outs, kept, first = [], [], ()
     for i, part, arrived in in_order(spec.parts, arrive):
         received = receive(spec, part, after(arrived, first))
-        first, gate_up = forward_turn(spec.products, part.rows, received, 0, w)
+        how = spec.products, part.rows, received, 0, w
+        first, gate_up, h_columns = forward_turn(*how, with_columns=with_columns)
         sums = results(spec, part, received, w, first)
         outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
         received = name_residual("lhs", received)
         gate_up = name_residual("out", keep(spec.products.into, gate_up))
-        kept.append(KeptPart(received, gate_up, plans[i], again))
+        residuals = Residuals(name_residual("lhs", h_columns), gate_up)
+        kept.append(KeptPart(received, residuals, plans[i], again))
 
     def run_later(part: PartSpec, plan: Plan, sent: Sent, turn: jax.Array) -> jax.Array:
         received = receive(spec, part, send_tokens(part, plan, turn, sent))

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm.moe._kept_gate_up import KeptGateUp
-from jax_fp8gemm.moe._mlp_products import Experts
+from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
 from jax_fp8gemm.moe._parallel.part import (
@@ -50,9 +49,9 @@ def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradi
 
     of_tokens, dw, first = [], None, ()
     for i, part, arrived in in_order(spec.parts, arrive):
-        received, gate_up, plan, _ = kept.parts[i]
+        received, residuals, plan, _ = kept.parts[i]
         arrivals = _Arrivals(summed, part, received, after(arrived, first), w)
-        first, of_rows = arrivals.turn(0, gate_up)
+        first, of_rows = arrivals.turn(0, residuals)
         of_tokens.append(arrivals.give_back(plan, 0, first))
         dw = arrivals.of_weights(of_rows, dw)
     assert dw is not None
@@ -90,11 +89,11 @@ class _Arrivals:
     w: Experts
 
     def turn(
-        self, turn: TurnNumber, gate_up: KeptGateUp | None = None
+        self, turn: TurnNumber, residuals: Residuals | None = None
     ) -> tuple[TokenGradients, RowGradients]:
         """Returns backward_turn of a turn of rows."""
         products, rows = self.spec.products, self.part.rows
-        return backward_turn(products, rows, self.received, self.douts, turn, self.w, gate_up)
+        return backward_turn(products, rows, self.received, self.douts, turn, self.w, residuals)
 
     def give_back(self, plan: Plan, turn: TurnNumber, first: TokenGradients) -> TokenGradients:
         """Sends the gradients of tokens back. first: what the first turn of rows adds to them."""

@@ -46,11 +46,16 @@ def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands)
 def _expert_mlp(
     spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
 ) -> jax.Array:
-    return _fwd(spec, layout, shardings, operands)[0]
+    return _fwd(spec, layout, shardings, operands, is_differentiated=False)[0]
 
 
 def _fwd(
-    spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
+    spec: ExpertSpec,
+    layout: MeshLayout,
+    shardings: Shardings,
+    operands: Operands,
+    *,
+    is_differentiated: bool = True,
 ) -> tuple[jax.Array, tuple[Kept, Experts]]:
     x, indices, weights, w_gate_up, w_down, biases = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
@@ -60,7 +65,8 @@ def _fwd(
     tokens, experts = layout.tokens, layout.experts
     in_specs = tokens, tokens, tokens, experts
     # Without check_vma, because each device keeps residuals of its own even if they do not vary.
-    run = layout.map(partial(forward, spec), in_specs, tokens, check_vma=False)
+    run = partial(forward, spec, is_differentiated=is_differentiated)
+    run = layout.map(run, in_specs, tokens, check_vma=False)
     out, kept = run(x, indices, weights, transposed)
     return out, (kept, w)
 

@@ -13,8 +13,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._ops.product_spec import quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm.moe._choices import sort_choices
-from jax_fp8gemm.moe._kept_gate_up import KeptGateUp
-from jax_fp8gemm.moe._mlp_products import Experts
+from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
 from jax_fp8gemm.moe._parallel.rows import Received, add_turns
@@ -34,13 +33,13 @@ class KeptPart(NamedTuple):
 
     Attributes:
       received: what this device received in the first turn of the exchange.
-      gate_up: the product of the first turn of rows, as _kept_gate_up.py keeps it.
+      of_rows: what is kept of the first turn of rows.
       plan: the plan of the exchange.
       sent: what is sent once more in the later turns of the exchange; None if there are none.
     """
 
     received: Received
-    gate_up: KeptGateUp
+    of_rows: Residuals
     plan: Plan
     sent: Sent | None
 

@@ -17,9 +17,10 @@ from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import take_rows
-from jax_fp8gemm.moe._kept_gate_up import KeptGateUp, keep, read
+from jax_fp8gemm.moe._kept_gate_up import keep, read
 from jax_fp8gemm.moe._mlp_products import (
     Experts,
+    Residuals,
     bias_gradients,
     down_product,
     gate_up_product,
@@ -58,13 +59,15 @@ class RowGradients(NamedTuple):
       rows: which they are.
       weights: (rows,), the f32 weight of the choice of each row.
       gate_up: the product of the forward pass, as the backward pass reads it.
+      h_columns: h, quantised along the tokens of each group; None if gate_up is to give it again.
       dh: (rows, f), the gradient of h.
-      da_columns: the gradient of gate_up, quantised along the tokens of each group.
+      da_columns: the gradient of gate_up, quantised as h_columns is.
     """
 
     rows: Turn
     weights: jax.Array
     gate_up: jax.Array
+    h_columns: ScaledArray | None
     dh: jax.Array
     da_columns: ScaledArray | None
 
@@ -83,12 +86,21 @@ class Gradients(NamedTuple):
 
 
 def forward_turn(
-    products: Specs, num_rows: int, received: Received, turn: TurnNumber, w: Experts
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sums (r, d) of the rows of each received token, and gate_up."""
+    products: Specs,
+    num_rows: int,
+    received: Received,
+    turn: TurnNumber,
+    w: Experts,
+    *,
+    with_columns: bool = False,
+) -> tuple[jax.Array, jax.Array, ScaledArray | None]:
+    """Returns the weighted sums (r, d) of the rows of each received token, gate_up, and h_columns.
+
+    with_columns: whether the last of these is computed.
+    """
     rows = rows_of_turn(received, turn, num_rows)
     gate_up = _gate_up(products, received, rows, w)
-    out, _ = down_product(products, gate_up, w, rows.groups, with_columns=False)
+    out, h_columns = down_product(products, gate_up, w, rows.groups, with_columns=with_columns)
     sums = sum_of_rows(
         out,
         rows.order,
@@ -97,7 +109,7 @@ def forward_turn(
         dtype=products.into.lhs_dtype,
         batch_invariant=products.into.recipe.batch_invariant,
     )
-    return sums, gate_up
+    return sums, gate_up, h_columns
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
@@ -112,19 +124,20 @@ def backward_turn(
     douts: ScaledArray,
     turn: TurnNumber,
     w: Experts,
-    kept: KeptGateUp | None,
+    residuals: Residuals | None,
 ) -> tuple[TokenGradients, RowGradients]:
     """Returns what the rows of this turn add to the gradients of tokens.
 
     The second result is what weight_gradients needs of them.
 
-    kept: what is kept of gate_up. None: nothing is, and gate_up is computed again.
+    residuals: what the forward pass kept. None: nothing, and gate_up is computed again.
     """
     rows = rows_of_turn(received, turn, num_rows)
-    if kept is None:
+    if residuals is None:
         w_gate_up = _transpose_in_turn(w.gate_up, turn)
         gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up))
-        kept = keep(products.into, gate_up)
+        residuals = Residuals(None, keep(products.into, gate_up))
+    h_columns, kept = residuals
     with jax.named_scope("dlhs"):
         copies = copy_rows(douts, rows.token)
     gate_up, dh = read(products.into, kept, hidden_gradient(products, copies, w, rows.groups))
@@ -139,7 +152,9 @@ def backward_turn(
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
     invariant = products.into.recipe.batch_invariant
     dx = sum_of_rows(dx, rows.order, None, rows.has_row, dtype=dx.dtype, batch_invariant=invariant)
-    return TokenGradients(dx, dweights), RowGradients(rows, weights, gate_up, dh, da_columns)
+    return TokenGradients(dx, dweights), RowGradients(
+        rows, weights, gate_up, h_columns, dh, da_columns
+    )
 
 
 def _transpose_in_turn(w: ScaledArray, turn: TurnNumber) -> ScaledArray:
@@ -169,10 +184,10 @@ def weight_gradients(
 
     accum: f32 gradients to which the products add their own in place, or None.
     """
-    rows, weights, gate_up, dh, da_columns = of_rows
+    rows, weights, gate_up, h_columns, dh, da_columns = of_rows
     to_gate_up, to_down, to_biases = accum or WeightGradients(None, None, None)
     dw_gate_up = _gate_up_gradient(products.into, received.tokens, rows, da_columns, to_gate_up)
-    dw_down = _down_gradient(products, gate_up, douts, rows, weights, to_down)
+    dw_down = _down_gradient(products, gate_up, h_columns, douts, rows, weights, to_down)
     if not has_biases:
         return WeightGradients(dw_gate_up, dw_down, None)
     dout = copy_rows(douts, rows.token).dequantize(jnp.float32) * weights[:, None]
@@ -200,6 +215,7 @@ def _gate_up_gradient(
 def _down_gradient(
     specs: Specs,
     gate_up: jax.Array,
+    h_columns: ScaledArray | None,
     douts: ScaledArray,
     rows: Turn,
     weights: jax.Array,
@@ -209,10 +225,11 @@ def _down_gradient(
     if spec.rhs_dtype is None:
         return None
     fwd_args, bwd_args = (quantize_args(spec, fmt) for fmt in (spec.recipe.fwd, spec.recipe.bwd))
-    how: dict[str, Any] = dict(with_columns=True, column_block=spec.recipe.wgrad_lhs_block)
-    _, h_columns = swiglu_quantize(
-        gate_up, *rows.groups, activation=specs.activation, **how, **fwd_args
-    )
+    if h_columns is None:
+        how: dict[str, Any] = dict(with_columns=True, column_block=spec.recipe.wgrad_lhs_block)
+        _, h_columns = swiglu_quantize(
+            gate_up, *rows.groups, activation=specs.activation, **how, **fwd_args
+        )
     (dout_columns,) = gather_quantize(
         douts, rows.token, weights, *rows.groups, mode="column", **bwd_args
     )
