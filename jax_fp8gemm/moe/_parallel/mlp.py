@@ -55,7 +55,6 @@ from jax_fp8gemm.moe._parallel.part import (
 )
 from jax_fp8gemm.moe._parallel.parts import after, at_the_end, divide, in_order, join
 from jax_fp8gemm.moe._parallel.rows import add_turns
-from jax_fp8gemm.moe._parallel.turn import forward_turn
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,12 +117,11 @@ def forward(
     def arrive(i: int, *earlier: Any) -> Sent:
         return send_tokens(spec.parts[i], plans[i], 0, after(sent[i], earlier))
 
-    outs, kept, first = [], [], ()
+    outs, kept, sums = [], [], ()
     for i, part, arrived in in_order(spec.parts, arrive):
-        received = receive(spec, part, after(arrived, first))
-        how = spec.products, part.rows, received, 0, w
-        first, gate_up, h_columns = forward_turn(*how, with_columns=with_columns)
-        sums = results(spec, part, received, w, first)
+        received = receive(spec, part, after(arrived, sums))
+        how = spec, part, received, w
+        sums, gate_up, h_columns = results(*how, with_columns=with_columns)
         outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
         received = name_residual("lhs", received)
@@ -133,7 +131,7 @@ def forward(
 
     def run_later(part: PartSpec, plan: Plan, sent: Sent, turn: jax.Array) -> jax.Array:
         received = receive(spec, part, send_tokens(part, plan, turn, sent))
-        return give_back(spec, part, plan, turn, fmt, results(spec, part, received, w))
+        return give_back(spec, part, plan, turn, fmt, results(spec, part, received, w).sums)
 
     operands = zip(spec.parts, plans, sent, at_the_end(spec.parts, outs), strict=True)
     outs = [

@@ -27,7 +27,13 @@ from jax_fp8gemm.moe._parallel.part import (
     send_tokens,
 )
 from jax_fp8gemm.moe._parallel.parts import after, at_the_end, divide, in_order, join
-from jax_fp8gemm.moe._parallel.rows import Received, add_turns
+from jax_fp8gemm.moe._parallel.rows import (
+    Received,
+    Turn,
+    add_turns,
+    rows_of_turn,
+    with_later_turns,
+)
 from jax_fp8gemm.moe._parallel.turn import (
     Gradients,
     RowGradients,
@@ -51,7 +57,7 @@ def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradi
     for i, part, arrived in in_order(spec.parts, arrive):
         received, residuals, plan, _ = kept.parts[i]
         arrivals = _Arrivals(summed, part, received, after(arrived, first), w)
-        first, of_rows = arrivals.turn(0, residuals)
+        first, of_rows = arrivals.of_tokens(residuals)
         of_tokens.append(arrivals.give_back(plan, 0, first))
         dw = arrivals.of_weights(of_rows, dw)
     assert dw is not None
@@ -89,19 +95,34 @@ class _Arrivals:
     w: Experts
 
     def turn(
-        self, turn: TurnNumber, residuals: Residuals | None = None
+        self, rows: Turn, turn: TurnNumber, residuals: Residuals | None = None
     ) -> tuple[TokenGradients, RowGradients]:
-        """Returns backward_turn of a turn of rows."""
-        products, rows = self.spec.products, self.part.rows
-        return backward_turn(products, rows, self.received, self.douts, turn, self.w, residuals)
+        """Returns backward_turn of these rows."""
+        how = self.spec.products, self.received, self.douts, rows, turn, self.w, residuals
+        return backward_turn(*how)
 
-    def give_back(self, plan: Plan, turn: TurnNumber, first: TokenGradients) -> TokenGradients:
-        """Sends the gradients of tokens back. first: what the first turn of rows adds to them."""
+    def later_turn(self, turn: jax.Array) -> tuple[TokenGradients, RowGradients]:
+        return self.turn(rows_of_turn(self.received, turn, self.part.rows), turn)
+
+    def of_tokens(self, residuals: Residuals | None = None) -> tuple[TokenGradients, RowGradients]:
+        """Returns the gradients of tokens from all rows, and RowGradients of the first ones.
+
+        residuals: what the forward pass kept of the first rows.
+        """
         count = num_turns(self.part, self.received)
-        x, weights = add_turns(first, count, lambda turn: self.turn(turn)[0])
+        rows = rows_of_turn(self.received, 0, self.part.rows)
+
+        def later(found: tuple[TokenGradients, RowGradients]):
+            of_tokens, of_rows = found
+            return add_turns(of_tokens, count, lambda turn: self.later_turn(turn)[0]), of_rows
+
+        return with_later_turns(count, lambda: self.turn(rows, 0, residuals), later)
+
+    def give_back(self, plan: Plan, turn: TurnNumber, of_tokens: TokenGradients) -> TokenGradients:
+        """Sends the gradients of tokens back."""
         fmt = self.spec.products.into.recipe.bwd
-        dx = give_back(self.spec, self.part, plan, turn, fmt, x)
-        return TokenGradients(dx, self.part.exchange.give_back(plan, turn, weights))
+        dx = give_back(self.spec, self.part, plan, turn, fmt, of_tokens.x)
+        return TokenGradients(dx, self.part.exchange.give_back(plan, turn, of_tokens.weights))
 
     def of_weights(self, first: RowGradients, accum: WeightGradients | None) -> WeightGradients:
         """Returns the gradients of weights from all rows, plus `accum`. first: the first rows."""
@@ -111,8 +132,11 @@ class _Arrivals:
             how = self.spec.products, self.received, self.douts, of_rows, has_biases, accum
             return weight_gradients(*how)
 
+        def later(dw: WeightGradients) -> WeightGradients:
+            return add_turns(dw, count, lambda turn: run(self.later_turn(turn)[1]))
+
         count = num_turns(self.part, self.received)
-        return add_turns(run(first, accum), count, lambda turn: run(self.turn(turn)[1]))
+        return with_later_turns(count, lambda: run(first, accum), later)
 
 
 def _later_turns(
@@ -131,7 +155,7 @@ def _later_turns(
         assert tokens is not None
         received = receive(spec, part, send_tokens(part, plan, turn, tokens))
         arrivals = _Arrivals(spec, part, received, send(part, plan, turn, sent), w)
-        first, of_rows = arrivals.turn(0)
+        first, of_rows = arrivals.of_tokens()
         return arrivals.give_back(plan, turn, first), arrivals.of_weights(of_rows, None)
 
     return add_turns((of_tokens, dw), part.exchange.num_turns(plan), run)

@@ -16,8 +16,8 @@ from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
-from jax_fp8gemm.moe._parallel.rows import Received, add_turns
-from jax_fp8gemm.moe._parallel.turn import forward_turn
+from jax_fp8gemm.moe._parallel.rows import Received, add_turns, rows_of_turn, with_later_turns
+from jax_fp8gemm.moe._parallel.turn import Results, forward_turn
 
 
 class Sent(NamedTuple):
@@ -86,12 +86,24 @@ def give_back(
 
 
 def results(
-    spec: ExpertSpec, part: PartSpec, received: Received, w: Experts, first: jax.Array | None = None
-) -> jax.Array:
-    """Returns the weighted sums (r, d) of all rows. first: those of the first turn, if known."""
-    run = partial(forward_turn, spec.products, part.rows, received)
-    first = run(0, w)[0] if first is None else first
-    return add_turns(first, num_turns(part, received), lambda turn: run(turn, w)[0])
+    spec: ExpertSpec, part: PartSpec, received: Received, w: Experts, *, with_columns: bool = False
+) -> Results:
+    """Returns the weighted sums of all rows, and the other results of the first turn."""
+    count = num_turns(part, received)
+    # Outside of the branches, where the backward pass finds them.
+    first_rows = rows_of_turn(received, 0, part.rows)
+
+    def first() -> Results:
+        return forward_turn(spec.products, received, first_rows, w, with_columns=with_columns)
+
+    def later(found: Results) -> Results:
+        def sums(turn: jax.Array) -> jax.Array:
+            rows = rows_of_turn(received, turn, part.rows)
+            return forward_turn(spec.products, received, rows, w).sums
+
+        return found._replace(sums=add_turns(found.sums, count, sums))
+
+    return with_later_turns(count, first, later)
 
 
 def num_turns(part: PartSpec, received: Received) -> jax.Array | int:

@@ -15,6 +15,7 @@ from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 
 Sums = TypeVar("Sums")  # a pytree of arrays
+Found = TypeVar("Found")  # likewise
 
 
 class Received(NamedTuple):
@@ -77,6 +78,20 @@ def copy_rows(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
     """Returns the rows of `tokens` that have these numbers."""
     values, scale = (take_rows(x, rows) for x in values_and_scale(tokens))
     return ScaledArray(values, scale)
+
+
+def with_later_turns(
+    count: jax.Array | int, first: Callable[[], Found], later: Callable[[Found], Found]
+) -> Found:
+    """Returns later(first()) if there are several turns, else first(); an int `count` must be 1.
+
+    XLA's host waits for the GPU where a program branches or loops as the data say. It waits before
+    `first` here. Otherwise it would wait before the loop of `later`, with all of `first` done and
+    nothing queued behind it.
+    """
+    if isinstance(count, int):
+        return first()
+    return lax.cond(count > 1, lambda: later(first()), first)
 
 
 def add_turns(first: Sums, count: jax.Array | int, step: Callable[[jax.Array], Sums]) -> Sums:

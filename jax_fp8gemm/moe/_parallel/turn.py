@@ -30,8 +30,22 @@ from jax_fp8gemm.moe._mlp_products import (
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
-from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows, rows_of_turn
+from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows
 from jax_fp8gemm.moe._row_sums import sum_of_rows
+
+
+class Results(NamedTuple):
+    """What the rows of a turn give in the forward pass.
+
+    Attributes:
+      sums: (r, d), the weighted sums of the rows of each received token.
+      gate_up: (rows, 2 f).
+      h_columns: h, quantised along the tokens of each group; None where nobody reads it.
+    """
+
+    sums: jax.Array
+    gate_up: jax.Array
+    h_columns: ScaledArray | None
 
 
 class TokenGradients(NamedTuple):
@@ -86,19 +100,9 @@ class Gradients(NamedTuple):
 
 
 def forward_turn(
-    products: Specs,
-    num_rows: int,
-    received: Received,
-    turn: TurnNumber,
-    w: Experts,
-    *,
-    with_columns: bool = False,
-) -> tuple[jax.Array, jax.Array, ScaledArray | None]:
-    """Returns the weighted sums (r, d) of the rows of each received token, gate_up, and h_columns.
-
-    with_columns: whether the last of these is computed.
-    """
-    rows = rows_of_turn(received, turn, num_rows)
+    products: Specs, received: Received, rows: Turn, w: Experts, *, with_columns: bool = False
+) -> Results:
+    """Returns what these rows give. with_columns: whether h_columns is computed."""
     gate_up = _gate_up(products, received, rows, w)
     out, h_columns = down_product(products, gate_up, w, rows.groups, with_columns=with_columns)
     sums = sum_of_rows(
@@ -109,7 +113,7 @@ def forward_turn(
         dtype=products.into.lhs_dtype,
         batch_invariant=products.into.recipe.batch_invariant,
     )
-    return sums, gate_up, h_columns
+    return Results(sums, gate_up, h_columns)
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
@@ -119,20 +123,19 @@ def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax
 
 def backward_turn(
     products: Specs,
-    num_rows: int,
     received: Received,
     douts: ScaledArray,
+    rows: Turn,
     turn: TurnNumber,
     w: Experts,
     residuals: Residuals | None,
 ) -> tuple[TokenGradients, RowGradients]:
-    """Returns what the rows of this turn add to the gradients of tokens.
+    """Returns what the rows of a turn add to the gradients of tokens.
 
     The second result is what weight_gradients needs of them.
 
     residuals: what the forward pass kept. None: nothing, and gate_up is computed again.
     """
-    rows = rows_of_turn(received, turn, num_rows)
     if residuals is None:
         w_gate_up = _transpose_in_turn(w.gate_up, turn)
         gate_up = _gate_up(products, received, rows, w._replace(gate_up=w_gate_up))
@@ -144,7 +147,7 @@ def backward_turn(
     dh = dh.astype(jnp.float32)
     dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
     if w.biases is not None:
-        bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, num_rows))
+        bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, rows.token.size))
         dots += jnp.sum(bias * copies.dequantize(jnp.float32), axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
