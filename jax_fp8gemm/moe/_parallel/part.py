@@ -16,6 +16,7 @@ from jax_fp8gemm.moe._choices import sort_choices
 from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
+from jax_fp8gemm.moe._parallel.parts import after
 from jax_fp8gemm.moe._parallel.rows import Received, add_turns, rows_of_turn, with_later_turns
 from jax_fp8gemm.moe._parallel.turn import Results, forward_turn
 
@@ -63,10 +64,15 @@ def send(part: PartSpec, plan: Plan, turn: TurnNumber, x: ScaledArray) -> Scaled
 
 
 def send_tokens(part: PartSpec, plan: Plan, turn: TurnNumber, sent: Sent) -> Sent:
-    """Sends what this device has, and returns what it receives."""
-    indices = part.exchange.send(plan, turn, sent.indices, empty=-1)
-    tokens = send(part, plan, turn, sent.tokens)
-    return Sent(tokens, indices, part.exchange.send(plan, turn, sent.weights))
+    """Sends what this device has, and returns what it receives.
+
+    Values arrive last: the rest is little, and rows are sorted by it while values travel.
+    """
+    exchange = partial(part.exchange.send, plan, turn)
+    values, scale = values_and_scale(sent.tokens)
+    first = exchange(scale), exchange(sent.indices, empty=-1), exchange(sent.weights)
+    scale, indices, weights = first
+    return Sent(ScaledArray(exchange(after(values, first)), scale), indices, weights)
 
 
 def receive(spec: ExpertSpec, part: PartSpec, arrived: Sent) -> Received:
