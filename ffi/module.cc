@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "copy_rows/copy_rows.h"
+#include "copy_rows/copy_rows_config.h"
 #include "cpu/quantize_blocks.h"
 #include "driver/driver.h"
 #include "errors.h"
@@ -55,6 +57,8 @@ nb::dict Registrations() {
       bundle(GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
+  targets["jax_fp8gemm_copy_rows"] =
+      bundle(CopyRowsInstantiateHandler, CopyRowsPrepareHandler, CopyRowsExecuteHandler);
   for (const char* target : {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize",
                              "jax_fp8gemm_swiglu_grad_quantize", "jax_fp8gemm_gather_quantize"}) {
     targets[target] =
@@ -162,6 +166,7 @@ NB_MODULE(_ext, module) {
       nb::kw_only(), nb::arg("source_dir"), nb::arg("cache_dir"), nb::arg("nvrtc_paths"),
       nb::arg("is_debug"), nb::arg("dump_dir"));
   module.def("compile_gemm", &CompileConfig<GemmConfig>, nb::arg("config"));
+  module.def("compile_copy_rows", &CompileConfig<CopyRowsConfig>, nb::arg("config"));
   module.def("compile_quantize", &CompileConfig<QuantizeConfig>, nb::arg("config"));
 }
 

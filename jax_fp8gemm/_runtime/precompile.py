@@ -49,6 +49,12 @@ def compile_quantize(config: Mapping[str, SupportsIndex]) -> CompileReport:
     return _compile(lambda: ext.compile_quantize(dict(config)))
 
 
+def compile_copy_rows(config: Mapping[str, SupportsIndex]) -> CompileReport:
+    """Does the same for the kernel that copies rows (`copy_rows_config.attributes`)."""
+    ext = extension.extension()
+    return _compile(lambda: ext.compile_copy_rows(dict(config)))
+
+
 def _compile(compile_kernel: Callable[[], Mapping[str, Any]]) -> CompileReport:
     extension.check_cache_dir()
     start = time.perf_counter()

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "copy_rows/copy_rows.h"
 #include "gemm/gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
@@ -22,6 +23,9 @@ const Op kGroupedWgrad = {"grouped_wgrad", GroupedWgradInstantiateHandler,
                           GroupedWgradPrepareHandler, GroupedWgradExecuteHandler};
 const Op kQuantize = {"quantize", QuantizeInstantiateHandler, QuantizePrepareHandler,
                       QuantizeExecuteHandler};
+const Op kCopyRows = {"copy_rows", CopyRowsInstantiateHandler, CopyRowsPrepareHandler,
+                      CopyRowsExecuteHandler};
+const Op* const kOps[5] = {&kGemm, &kGroupedGemm, &kGroupedWgrad, &kQuantize, &kCopyRows};
 
 namespace {
 
@@ -78,10 +82,13 @@ ConfigLists ReadConfigLists(const std::string& path) {
     std::istringstream line(text);
     std::string kind;
     line >> kind;
-    (kind == "gemm" ? lists.gemm : lists.quantize).push_back(ReadConfig(line));
+    auto& list = kind == "gemm"       ? lists.gemm
+                 : kind == "quantize" ? lists.quantize
+                                      : lists.copy_rows;
+    list.push_back(ReadConfig(line));
   }
-  if (lists.gemm.empty() || lists.quantize.empty()) {
-    throw std::runtime_error("must have gemm and quantize configs: " + path);
+  if (lists.gemm.empty() || lists.quantize.empty() || lists.copy_rows.empty()) {
+    throw std::runtime_error("must have gemm, quantize and copy_rows configs: " + path);
   }
   return lists;
 }
@@ -101,7 +108,7 @@ std::vector<Case> ReadCases(const std::string& path) {
     Case& c = cases.at(cases.size() - 1);
     if (word == "op") {
       line >> word;
-      for (const Op* op : {&kGemm, &kGroupedGemm, &kGroupedWgrad, &kQuantize}) {
+      for (const Op* op : kOps) {
         if (word == op->name) c.op = op;
       }
     } else if (word == "rows_per_group") {

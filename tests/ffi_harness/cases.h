@@ -20,7 +20,9 @@ struct Op {
   XLA_FFI_Handler* prepare;
   XLA_FFI_Handler* execute;
 };
-extern const Op kGemm, kGroupedGemm, kGroupedWgrad, kQuantize;
+extern const Op kGemm, kGroupedGemm, kGroupedWgrad, kQuantize, kCopyRows;
+// All of them.
+extern const Op* const kOps[5];
 
 struct Case {
   std::string name;
@@ -36,9 +38,10 @@ struct Case {
   bool is_empty = false;
 };
 
-// The configs that a package can ask for: lines of "gemm name=value ..." and "quantize ...".
+// The configs that a package can ask for: lines of "gemm name=value ...", "quantize ..." and
+// "copy_rows ...".
 struct ConfigLists {
-  std::vector<Config> gemm, quantize;
+  std::vector<Config> gemm, quantize, copy_rows;
 };
 ConfigLists ReadConfigLists(const std::string& path);
 
@@ -55,6 +58,7 @@ Case LegalCase(Random& random, const ConfigLists& lists);
 // grouping says.
 Case LegalGemm(Random& random, const Config& config);
 Case LegalQuantize(Random& random, const Config& config);
+Case LegalCopyRows(Random& random, const Config& config);
 
 // Gives every buffer an address of its own, as XLA would.
 void PlaceBuffers(Case& c);

@@ -21,8 +21,13 @@ struct GemmExample {
   static constexpr bool kIs1d1d = false, kOutF32 = false, kAccumulate = false;
 };
 
+struct CopyConfig {
+  static constexpr int kWordBytes = 16;
+};
+
 #define JAX_FP8GEMM_KERNEL device_layout
 #define JAX_FP8GEMM_SMEM_BYTES 232448
+#include "copy_rows/row_copier.cuh"
 #include "gemm/tile.cuh"
 #include "quantize/quantize.cuh"
 

@@ -13,7 +13,7 @@ from itertools import product
 from package_configs import ACTIVATIONS, NUM_SMS, config_text
 from shapes import Shape
 
-from jax_fp8gemm._tuning import quantize_config, tile_config
+from jax_fp8gemm._tuning import copy_rows_config, quantize_config, tile_config
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 # Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
@@ -58,7 +58,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    cases = [*_dense_cases(), *_grouped_cases(), *_quantize_cases()]
+    cases = [*_dense_cases(), *_grouped_cases(), *_quantize_cases(), *_copy_rows_cases()]
     assert len({case.name for case in cases}) == len(cases)
     return cases
 
@@ -263,3 +263,33 @@ def _results(config: dict, batch: tuple[int, ...], m: int, k: int, columns: int)
         "block_both": values | transposed | block_scale,
         "row_block_transposed": row | block_transposed,
     }[mode]
+
+
+# Copies of rows
+
+
+def _copy_rows_cases() -> list[Case]:
+    # DeepSeek-V3's tokens on one of two GPUs, a piece of 2048 bytes more or less, and the edges.
+    shapes = [
+        (16384, 8, 81920, 7168),
+        *((300, 4, 1000, k) for k in (16, 128, 2048, 2064, 2880)),
+        *((77, 3, 200, k) for k in (1, 127, 2047, 2049)),
+        (1, 1, 1, 7168),
+        (8, 40, 5, 4096),
+    ]
+    return [
+        _copy_rows(f"copy_rows {s}x{k}, {copies} copies to {m} rows", s, copies, m, k, dtype)
+        for i, (s, copies, m, k) in enumerate(shapes)
+        for dtype in [("f8e4m3fn", "f8e5m2")[i % 2]]
+    ]
+
+
+def _copy_rows(name: str, s: int, copies: int, m: int, k: int, dtype: str) -> Case:
+    config = {name: int(value) for name, value in copy_rows_config.attributes(k).items()}
+    args = {
+        "x": (dtype, (s, k)),
+        "x_scale": ("f32", (s, num_blocks(k))),
+        "places": ("i32", (s, copies)),
+    }
+    rets = {"values": (dtype, (m, k)), "scale": ("f32", (m, num_blocks(k)))}
+    return Case(name, "copy_rows", config, args, rets)

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "copy_rows/copy_rows_params.h"
 #include "gemm/gemm_launch.h"
 #include "quantize/quantize_params.h"
 

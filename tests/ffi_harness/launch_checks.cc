@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy_rows/copy_rows_params.h"
 #include "gemm/gemm_launch.h"
 #include "quantize/quantize_params.h"
 
@@ -116,6 +117,26 @@ void CheckQuantize(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(launch.cluster == 1, "quantisers have no clusters");
 }
 
+void CheckCopyRows(const Case& c, const fake::Launch& launch, Checker& check) {
+  CopyRowsParams params;
+  check.Require(Decode(launch, &params), "a copier of rows has CopyRowsParams");
+  if (!check.fault().empty()) return;
+  check.RequirePointer(params.x, "x");
+  check.RequirePointer(params.x_scale, "x_scale");
+  check.RequirePointer(params.places, "places");
+  check.RequirePointer(params.values, "values");
+  check.RequirePointer(params.scale, "scale");
+  const auto dims_of = [&](const char* name) { return c.Find(name)->dims; };
+  check.Require(dims_of("x") == std::vector<int64_t>{params.num_sources, params.k} &&
+                    dims_of("places")[1] == params.num_copies && dims_of("values")[0] == params.m,
+                "the extents must be those of the buffers");
+  check.Require(params.k % c.Get("word_bytes") == 0, "rows must be whole words");
+  const int64_t pieces = int64_t{params.num_sources} * ((int64_t{params.k} + 2047) / 2048);
+  check.Require(pieces <= INT32_MAX && launch.grid[0] == (pieces + 7) / 8,
+                "a warp for each piece, which the kernel counts in 32 bits");
+  check.Require(launch.cluster == 1 && launch.grid[1] == 1, "one dimension, and no clusters");
+}
+
 // Fills lie in results, and are zeros.
 void CheckMemset(const Case& c, const fake::Memset& memset, Checker& check) {
   const uint64_t end = memset.address + 4 * memset.words;
@@ -140,7 +161,10 @@ std::string WorkFault(const Case& c, const fake::Work& work) {
            std::to_string(work.launches.size());
   }
   for (const fake::Launch& launch : work.launches) {
-    c.op == &kQuantize ? CheckQuantize(c, launch, check) : CheckGemm(c, launch, check);
+    const auto check_launch = c.op == &kQuantize   ? CheckQuantize
+                              : c.op == &kCopyRows ? CheckCopyRows
+                                                   : CheckGemm;
+    check_launch(c, launch, check);
   }
   const bool clears_out =
       c.attributes.rows_per_group.value_or(0) != 0 && c.attributes.clears_unused == 1;

@@ -1,8 +1,9 @@
 """What the device must be told in a launch, derived from shapes and config alone.
 
 Independent of ffi/: tensor maps from the layouts that its headers state for the operands, the grid
-of a GEMM from persistent CTAs over tiles, that of a quantiser from the units of a CTA. What is left
-to golden_launches.json: the kernel's name, raster, first_part and shared memory of a GEMM.
+of a GEMM from persistent CTAs over tiles, that of a quantiser from the units of a CTA, that of a
+copier from the pieces of rows. What is left to golden_launches.json: the kernel's name, raster,
+first_part and shared memory of a GEMM.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _MAP_TYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
 
 def expected(case: Case) -> dict:
     """The part of a record that can be derived; `params` by name."""
-    return _quantize(case) if case.op == "quantize" else _gemm(case)
+    derive = {"quantize": _quantize, "copy_rows": _copy_rows}.get(case.op, _gemm)
+    return derive(case)
 
 
 def _tensor_map(buffer: str, dtype: str, rows: int, columns: int, box: tuple, swizzle: int):
@@ -156,6 +158,23 @@ def _quantize(case: Case) -> dict:
         "block": threads,
         "cluster": 1,
         "smem_bytes": smem,
+        "zeroed": [],
+        "params": params,
+    }
+
+
+def _copy_rows(case: Case) -> dict:
+    (s, k), (_, copies) = case.args["x"][1], case.args["places"][1]
+    pointers = ("x", "x_scale", "places", "values", "scale")
+    params = {name: name for name in pointers}
+    params |= {"num_sources": s, "num_copies": copies, "m": case.rets["values"][1][0], "k": k}
+    # A warp takes 2048 bytes of a row.
+    grid = -(-(s * -(-k // 2048)) // 8)
+    return {
+        "grid": [grid, 1],
+        "block": 256,
+        "cluster": 1,
+        "smem_bytes": 0,
         "zeroed": [],
         "params": params,
     }

@@ -189,7 +189,32 @@ Case LegalQuantize(Random& random, const Config& config) {
   return c;
 }
 
+Case LegalCopyRows(Random& random, const Config& config) {
+  Case c = {};
+  c.attributes.config = config;
+  c.op = &kCopyRows;
+  int64_t s = Extent(random), m = Extent(random), k = Multiple(Extent(random), c.Get("word_bytes"));
+  int64_t copies = random.PickOf({1, 2, 3, 8, 31, 32, 33, 100});
+  if (random.Chance(0.05)) {
+    int64_t* large[] = {&s, &m, &k, &copies};
+    const uint64_t which = random.Below(4);
+    if (which < 2) k = 128;
+    if (which >= 2) s = std::min<int64_t>(s, 128);
+    *large[which] = int64_t{1} << 30;
+  }
+  if (random.Chance(0.05)) *random.Pick<int64_t*>({&s, &m, &k, &copies}) = 0;
+  const XLA_FFI_DataType type = Fp8(random.PickOf({0, 1}));
+  c.args = {{"x", type, {s, k}, 0},
+            {"x_scale", kF32, {s, Blocks(k)}, 0},
+            {"places", kS32, {s, copies}, 0}};
+  c.rets = {{"values", type, {m, k}, 0}, {"scale", kF32, {m, Blocks(k)}, 0}};
+  c.is_empty = s == 0 || m == 0 || k == 0 || copies == 0;
+  PlaceBuffers(c);
+  return c;
+}
+
 Case LegalCase(Random& random, const ConfigLists& lists) {
+  if (random.Chance(0.1)) return LegalCopyRows(random, random.Pick(lists.copy_rows));
   if (random.Chance(0.4)) return LegalQuantize(random, random.Pick(lists.quantize));
   return LegalGemm(random, random.Pick(lists.gemm));
 }

@@ -1,8 +1,8 @@
 // The harness: see commands.h. Arguments are name=value:
 //   configs=FILE    the package's configs (golden_cases.py writes it)
 //   cases=FILE      named calls (likewise)
-//   sources=FOLDER  what kernels include: gemm/gemm.cuh and quantize/quantize.cuh, of any
-//                   content
+//   sources=FOLDER  what kernels include: gemm/gemm.cuh, quantize/quantize.cuh and
+//                   copy_rows/copy_rows.cuh, of any content
 //   seed=N calls=N threads=N cache=FOLDER
 // Commands: random, configs, tensor_maps, faults, opening, threads, record, handlers.
 
@@ -26,7 +26,7 @@ struct Arguments {
 
 // What XLA asks of a handler when it is registered.
 void PrintHandlers() {
-  for (const Op* op : {&kGemm, &kGroupedGemm, &kGroupedWgrad, &kQuantize}) {
+  for (const Op* op : kOps) {
     const HandlerFacts facts = Describe(op->execute);
     std::printf("%s %s %s\n", op->name, facts.version.c_str(),
                 facts.is_command_buffer_compatible ? "command-buffer" : "no-command-buffer");

@@ -35,8 +35,13 @@ class Tally {
   std::map<std::string, long> kinds_;
 };
 
-// Whether a quantiser has nothing to do.
+// Whether a quantiser or a copier of rows has nothing to do.
 bool IsEmpty(const Case& c) {
+  const auto has_nothing = [&](const char* name) {
+    const Buffer* buffer = c.Find(name);
+    return buffer != nullptr && buffer->Bytes() == 0;
+  };
+  if (c.op == &kCopyRows) return has_nothing("x") || has_nothing("places") || has_nothing("values");
   const Buffer* rows = c.Find("rows");
   return c.op == &kQuantize && !c.args.empty() &&
          (c.args[0].Bytes() == 0 || (rows != nullptr && rows->Bytes() == 0));
@@ -137,10 +142,8 @@ void RunRandomConfigs(uint64_t seed, long num_configs, const ConfigLists& lists)
   Tally tally;
   for (long i = 0; i < num_configs; ++i) {
     if (i % 1000 == 999) Reconfigure();
-    const bool is_gemm = random.Chance(0.7);
-    Config config = random.Pick(is_gemm ? lists.gemm : lists.quantize);
     // The shape is the original's: what a config is does not depend on its operands.
-    Case c = is_gemm ? LegalGemm(random, config) : LegalQuantize(random, config);
+    Case c = LegalCase(random, lists);
     MutateConfig(random, c.attributes.config);
     const Outcome outcome = random.Chance(0.5) ? RunStages(c) : RunExecute(c);
     RequireGood(c, outcome);

@@ -6,6 +6,7 @@
 
 #include "calls.h"
 #include "commands.h"
+#include "copy_rows/copy_rows_params.h"
 #include "gemm/gemm_launch.h"
 #include "launch_checks.h"
 #include "quantize/quantize_params.h"
@@ -120,6 +121,22 @@ std::string QuantizeText(const Case& c, const fake::Launch& launch) {
   return object.Get();
 }
 
+std::string CopyRowsText(const Case& c, const fake::Launch& launch) {
+  CopyRowsParams params;
+  std::memcpy(&params, launch.params.data(), sizeof(params));
+  Object object;
+  object.Add("x", PointerName(c, params.x));
+  object.Add("x_scale", PointerName(c, params.x_scale));
+  object.Add("places", PointerName(c, params.places));
+  object.Add("values", PointerName(c, params.values));
+  object.Add("scale", PointerName(c, params.scale));
+  object.Add("num_sources", params.num_sources);
+  object.Add("num_copies", params.num_copies);
+  object.Add("m", params.m);
+  object.Add("k", params.k);
+  return object.Get();
+}
+
 std::string WorkText(const Case& c, const fake::Work& work) {
   const fake::Launch& launch = work.launches.at(0);
   Object object;
@@ -133,7 +150,10 @@ std::string WorkText(const Case& c, const fake::Work& work) {
     zeroed += (zeroed.empty() ? "" : ", ") + BufferName(c, memset.address);
   }
   object.Add("zeroed", "[" + zeroed + "]");
-  object.Add("params", c.op == &kQuantize ? QuantizeText(c, launch) : GemmText(c, launch));
+  const auto text = c.op == &kQuantize   ? QuantizeText
+                    : c.op == &kCopyRows ? CopyRowsText
+                                         : GemmText;
+  object.Add("params", text(c, launch));
   return object.Get();
 }
 

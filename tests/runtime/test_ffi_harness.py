@@ -67,6 +67,7 @@ def test_xla_may_record_every_handler_into_a_command_buffer(run):
         "grouped_gemm",
         "grouped_wgrad",
         "quantize",
+        "copy_rows",
     ]
     assert all(line.endswith(" command-buffer") for line in lines)
 
@@ -132,7 +133,7 @@ def test_launches_are_those_that_are_checked_in(launches):
     assert launches == expected
 
 
-@pytest.mark.parametrize("op", ["gemm", "grouped_gemm", "grouped_wgrad", "quantize"])
+@pytest.mark.parametrize("op", ["gemm", "grouped_gemm", "grouped_wgrad", "quantize", "copy_rows"])
 def test_launches_are_what_follows_from_shapes_and_config(launches, op):
     cases = [case for case in golden_cases.all_cases() if case.op == op]
     assert len(cases) >= 12
@@ -175,6 +176,7 @@ def test_host_and_device_agree_on_structs_and_constants(folder):
         ("MEMBER(GemmParams, raster, 816)", "MEMBER(GemmParams, raster, 820)"),
         ("first_part, clears_rest)", "first_part, clears_rest, one_more)"),
         ("STRUCT(QuantizeParams, 120", "STRUCT(QuantizeParams, 128"),
+        ("CONSTANT(2048, kPieceBytes", "CONSTANT(1024, kPieceBytes"),
         ("CONSTANT(1024, kMaxGroups", "CONSTANT(512, kMaxGroups"),
     ],
 )

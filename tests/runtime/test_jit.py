@@ -14,7 +14,7 @@ from ext_program import QUANTIZE_CONFIG
 from gated_activations import NAMES, OTHERS
 
 from jax_fp8gemm._runtime import environment, precompile
-from jax_fp8gemm._tuning import all_kernels, quantize_config, tile_config
+from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config, tile_config
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -306,6 +306,14 @@ def test_no_quantize_kernel_spills(compile_all, is_other):
         )
         assert any(report.name.startswith(f"{op}_ragged_row_column_bf16_") for report in reports)
     _assert_clean(reports)
+
+
+def test_no_kernel_that_copies_rows_spills(compile_all):
+    reports = compile_all(precompile.compile_copy_rows, list(copy_rows_config.kernel_configs()))
+    assert {report.name for report in reports} == {"copy_rows_by_16", "copy_rows_by_1"}
+    _assert_clean(reports)
+    # With more, an SM would hold fewer than the 6 CTAs that row_copier.cuh counts on.
+    assert all(report.registers <= 40 for report in reports)
 
 
 @pytest.mark.parametrize("activation", OTHERS, ids=NAMES)

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._primitives.copy_rows import copy_rows
 from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
 
@@ -74,10 +76,16 @@ def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
     return Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row)
 
 
-def copy_rows(tokens: ScaledArray, rows: jax.Array) -> ScaledArray:
-    """Returns the rows of `tokens` that have these numbers."""
-    values, scale = (take_rows(x, rows) for x in values_and_scale(tokens))
-    return ScaledArray(values, scale)
+def copy_tokens(tokens: ScaledArray, turn: Turn, implementation: Implementation) -> ScaledArray:
+    """Returns the rows of a turn, copies of `tokens`. A row of no group may hold anything."""
+    places = jnp.where(turn.has_row, turn.order, -1)
+    return copy_rows(tokens, places, turn.choice.shape[0], implementation=implementation)
+
+
+def dequantized_rows(tokens: ScaledArray, turn: Turn) -> jax.Array:
+    """Returns the rows of a turn in f32, by a gather that XLA can fuse with what reads it."""
+    values, scale = (take_rows(x, turn.token) for x in values_and_scale(tokens))
+    return ScaledArray(values, scale).dequantize(jnp.float32)
 
 
 def with_later_turns(

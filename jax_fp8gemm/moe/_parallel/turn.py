@@ -30,7 +30,7 @@ from jax_fp8gemm.moe._mlp_products import (
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
-from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_rows
+from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_tokens, dequantized_rows
 from jax_fp8gemm.moe._row_sums import sum_of_rows
 
 
@@ -117,7 +117,7 @@ def forward_turn(
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
-    lhs = copy_rows(received.tokens, rows.token)
+    lhs = copy_tokens(received.tokens, rows, products.into.implementation)
     return gate_up_product(products, lhs, w, rows.groups)
 
 
@@ -142,7 +142,7 @@ def backward_turn(
         residuals = Residuals(None, keep(products.into, gate_up))
     h_columns, kept = residuals
     with jax.named_scope("dlhs"):
-        copies = copy_rows(douts, rows.token)
+        copies = copy_tokens(douts, rows, products.down.implementation)
     gate_up, dh = read(products.into, kept, hidden_gradient(products, copies, w, rows.groups))
     dh = dh.astype(jnp.float32)
     dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
@@ -193,7 +193,7 @@ def weight_gradients(
     dw_down = _down_gradient(products, gate_up, h_columns, douts, rows, weights, to_down)
     if not has_biases:
         return WeightGradients(dw_gate_up, dw_down, None)
-    dout = copy_rows(douts, rows.token).dequantize(jnp.float32) * weights[:, None]
+    dout = dequantized_rows(douts, rows) * weights[:, None]
     dbiases = bias_gradients(products, gate_up, dh, dout, rows.groups)
     if to_biases is not None:
         dbiases = jax.tree.map(jnp.add, to_biases, dbiases)
