@@ -109,9 +109,14 @@ std::string KernelName(const QuantizeConfig& config) {
 int64_t NumWarps(const QuantizeConfig& config) { return config.mode == kRow ? 4 : 8; }
 
 int64_t DynamicSmemBytes(const QuantizeConfig& config) {
-  if (!IsSwiglu(config) || kQuantizeInputs[config.input] == ffi::DataType::F32) return 0;
-  const int64_t num_inputs = config.source == kSwigluGrad ? 3 : 2;
-  return 32 * NumWarps(config) * 8 * num_inputs * 16;
+  // 8 rows of each thread, by 8 bytes of FP8 or by 16 of every operand of SwiGLU.
+  int64_t row_bytes = 0;
+  if (config.input >= kFirstFp8Input) {
+    row_bytes = 8;
+  } else if (IsSwiglu(config) && kQuantizeInputs[config.input] != ffi::DataType::F32) {
+    row_bytes = (config.source == kSwigluGrad ? 3 : 2) * 16;
+  }
+  return 32 * NumWarps(config) * 8 * row_bytes;
 }
 
 KernelSource MakeKernelSource(const QuantizeConfig& config) {

@@ -76,7 +76,8 @@ std::string KernelName(const QuantizeConfig& config);
 // each warp takes 16 rows of one k-block; in the other modes a CTA takes a tile of 128 x 128.
 int64_t NumWarps(const QuantizeConfig& config);
 
-// Dynamic shared memory of a CTA: SwigluSource::kPrefetchBytes for each thread.
+// Dynamic shared memory of a CTA: kPrefetchBytes of its source (cuda/quantize/quantize_source.cuh)
+// for each thread.
 int64_t DynamicSmemBytes(const QuantizeConfig& config);
 
 // The translation unit of a config that CheckConfig accepts.

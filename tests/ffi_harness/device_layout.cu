@@ -14,6 +14,10 @@ struct ColumnConfig : Config {
 struct F32Config : Config {
   static constexpr int kInput = 2;
 };
+struct GatherFp8Config : ColumnConfig {
+  static constexpr int kInput = 3, kSource = 3;
+  static constexpr bool kIsRagged = true;
+};
 struct GemmExample {
   static constexpr int kBlockM = 128, kBlockN = 128, kSubN = 128, kNumConsumers = 2;
   static constexpr int kNumAccums = 1, kNumStages = 5, kNumSlabs = 2;

@@ -138,8 +138,10 @@ def _quantize(case: Case) -> dict:
     threads = 128 if is_row else 256
     # A warp takes 16 rows of a k-block, a CTA four warps of them or a tile of 128 x 128.
     units = -(-(-(-m // 16) * num_blocks(k)) // 4) if is_row else num_m_blocks * num_blocks(k)
-    # 8 rows of 16 bytes of gate and up, and of dh, are prefetched for each thread; not of f32.
-    smem = threads * 8 * 16 * (source + 1) if is_swiglu and c["input"] < 2 else 0
+    # 8 rows of 16 bytes of gate and up, and of dh, are prefetched for each thread; not of f32. Of
+    # gathered FP8, 8 rows of 8 bytes.
+    row_bytes = 16 * (source + 1) if is_swiglu and c["input"] < 2 else 8 * (c["input"] >= 3)
+    smem = threads * 8 * row_bytes
     grid = min(units, 132 * 512 // threads) if smem else units
     has = lambda name: name if name in (*case.args, *case.rets) else None
     pointers = ("dh", "values", "scale", "transposed", "transposed_scale")

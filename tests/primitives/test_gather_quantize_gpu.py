@@ -18,10 +18,11 @@ weights_or_not = pytest.mark.parametrize("is_weighted", (False, True), ids=("pla
 
 
 def _modes(dtype):
-    return ("column",) if dtype in FP8 else ("row", "column", "row_column")
+    return ("block_transposed", "column") if dtype in FP8 else ("row", "column", "row_column")
 
 
-@pytest.mark.parametrize("k", [128, 200, 257, 2880])  # whole blocks, a part of one, unaligned rows
+# Whole blocks, parts of one (208: a multiple of 16, as aligned rows of FP8 are), unaligned rows.
+@pytest.mark.parametrize("k", [128, 200, 208, 257, 2880])
 @weights_or_not
 @dtypes
 def test_bits(dtype, is_weighted, k):
@@ -47,6 +48,22 @@ def test_real_sizes_equal_the_reference_lowering(dtype, is_weighted):
     weights = weights if is_weighted else None
     (*_, mode) = _modes(dtype)
     run = lambda how: gather_cases.run(x, rows, weights, sizes, 0, mode, E4M3, False, how)
+    for found, expected in zip(*map(jax.tree.leaves, (run(None), run("xla"))), strict=True):
+        gpu_cases.assert_same(found, expected)
+
+
+# On 132 multiprocessors a CTA takes 2 tiles, 18 in runs of 2 k-blocks, 35 and 34 in runs of 4. The
+# last k-block has 16 columns, 128, 112 and 16; the last run of a row of tiles may be a shorter one.
+@pytest.mark.parametrize("k, m", [(656, 9000), (7168, 10_000), (7152, 20_000), (656, 190_000)])
+@weights_or_not
+@pytest.mark.parametrize("mode", ["column", "block_transposed"])
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_several_fp8_tiles_of_a_cta(dtype, mode, is_weighted, k, m):
+    """Groups of 0 and 1 rows among others, and rows of none: whole blocks of columns are zeros."""
+    x, rows, weights = gather_cases.problem(dtype, 999, k, m)
+    sizes = (0, 1, m // 3, 0, 129, 1, 128, m // 2 - 300, 0)
+    weights = weights if is_weighted else None
+    run = lambda how: gather_cases.run(x, rows, weights, sizes, 7, mode, E4M3, False, how)
     for found, expected in zip(*map(jax.tree.leaves, (run(None), run("xla"))), strict=True):
         gpu_cases.assert_same(found, expected)
 

@@ -102,6 +102,16 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t ad
                : "memory");
 }
 
+// Loads 8 bytes of shared memory, from a multiple of 8.
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
 // Conversion and storing of accumulators.
 
 // Rounds two f32 to bf16, to nearest even; `low` goes to the lower half.

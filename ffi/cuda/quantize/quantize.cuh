@@ -21,7 +21,8 @@
 // every other mode the 8 warps of a CTA take a 128x128 tile. Several CTAs share an SM and cover
 // each other's loads and barriers. A CTA takes one tile. If its source prefetches, it takes tile
 // after tile: once a thread has read its part of shared memory, it starts to copy there what its
-// next elements are made of. No other thread touches that part, so no barrier is needed.
+// next elements are made of. No other thread touches that part, so no barrier is needed. Where the
+// source looks rows up by number, the part is a warp's.
 //
 // Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
 //   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
@@ -35,8 +36,8 @@
 // take the 16 units of one row.
 //
 // Global stores fill sectors of 32 bytes: 16 lanes write 128 bytes of a row, and a warp writes the
-// scales of 16 rows. Rows that are not a multiple of 8 long are read and written element by
-// element.
+// scales of 16 rows. Rows that are not a multiple of 8 long (16, if x is FP8) are read and
+// written element by element.
 //
 // Ragged (modes that store `transposed`, but block_both): it has num_columns columns, and columns
 // of no token are zero. Where rows are stored too, a CTA that takes rows of no group also stores a
@@ -109,14 +110,18 @@ struct Quantizer {
     return of.first_column + chunk() * kFragmentColumns;
   }
 
-  // kIsAligned, here and below: k is a multiple of 8, and so is m if columns are stored.
+  // kIsAligned, here and below: k is a multiple of 8 (16 for some sources), and m is one of 8 if
+  // columns are stored.
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
-    const Walk walk = {params, warp};
+    constexpr bool kLooksUpRows = kIsAligned && Source::kLooksUpRows;
+    const Walk walk = {params, warp, kLooksUpRows ? Walk::choose_log2_run(params) : 0};
     place = walk.find(blockIdx.x);
     if constexpr (!kPrefetches) {
       fill<kIsAligned>();
       quantize<kIsAligned>();
+    } else if constexpr (kLooksUpRows) {
+      run_looking_up(walk);
     } else {
       const unsigned num_units = walk.count();
       prefetch<kIsAligned>(place);
@@ -133,6 +138,52 @@ struct Quantizer {
         place = next;
       }
     }
+  }
+
+  // The aligned form of a source that looks rows up: numbers are loaded two tiles ahead, and what
+  // they name one tile ahead.
+  __device__ __forceinline__ void run_looking_up(const Walk& walk) {
+    unsigned unit = blockIdx.x;
+    int number = Source::load_number(params, place.first_row, place.row_end);
+    typename Source::Factors factors = prefetch_rows(place, number);
+    typename Walk::Place next = place;
+    bool has_next = walk.advance(next, unit);
+    if (has_next) number = Source::load_number(params, next.first_row, next.row_end);
+    while (true) {
+      const bool is_empty = has_no_rows(place);
+      if (!is_empty) Source::take(elements, factors);
+      typename Walk::Place after = next;
+      bool has_after = false;
+      if (has_next) {
+        factors = prefetch_rows(next, number);
+        has_after = walk.advance(after, unit);
+        if (has_after) number = Source::load_number(params, after.first_row, after.row_end);
+      }
+      if (is_empty) {
+        store_empty_tile();
+      } else {
+        if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+        quantize<true>();
+      }
+      if (!has_next) return;
+      place = next;
+      next = after;
+      has_next = has_after;
+    }
+  }
+
+  // Whether a tile is zeros of no token, and nothing else.
+  static __device__ __forceinline__ bool has_no_rows(const typename Walk::Place& of) {
+    return !kStoresRows && Config::kIsRagged && !of.is_of_group;
+  }
+
+  __device__ __forceinline__ auto prefetch_rows(const typename Walk::Place& next,
+                                                int number) const {
+    typename Source::Factors factors = {};
+    if (!has_no_rows(next)) {
+      factors = Source::prefetch(params, number, next.first_row, next.first_column, next.row_end);
+    }
+    return factors;
   }
 
   template <bool kIsAligned>
@@ -313,8 +364,22 @@ struct Quantizer {
     }
   }
 
+  // Stores a transposed tile of zeros, and their scales. Aligned.
+  __device__ __forceinline__ void store_empty_tile() {
+    const float scale = block_scale<Config>(0).scale;
+    if constexpr (kIsBlock) {
+      if (threadIdx.x == 0) store_block_scale(scale, place.m_block, place.k_block);
+    } else {
+      const int c = place.first_column + threadIdx.x;
+      if (threadIdx.x < kScaleBlock && c < params.k) {
+        params.transposed_scale[static_cast<int64_t>(place.m_block) * params.k + c] = scale;
+      }
+    }
+    store_columns<true, true>(place.m_block * kScaleBlock);
+  }
+
   // Stores the transposed tile: bytes tile_row.. of rows first_column.. of `transposed`.
-  template <bool kIsAligned>
+  template <bool kIsAligned, bool kIsEmpty = false>
   __device__ __forceinline__ void store_columns(int tile_row) {
     constexpr int kRowsAtOnce = kNumThreads / 16;
     const int unit = threadIdx.x % 16;
@@ -325,7 +390,8 @@ struct Quantizer {
 #pragma unroll
     for (int i = 0; i < kScaleBlock / kRowsAtOnce; ++i) {
       const int c = threadIdx.x / 16 + i * kRowsAtOnce;
-      const uint2 bytes = shared.transposed[c][unit ^ (c / 8)];
+      uint2 bytes = {0, 0};
+      if constexpr (!kIsEmpty) bytes = shared.transposed[c][unit ^ (c / 8)];
       const int count = place.first_column + c < params.k ? num_columns - first_byte : 0;
       store_8_bytes<kIsAligned>(target, bytes, count);
       target += static_cast<int64_t>(kRowsAtOnce) * num_columns;

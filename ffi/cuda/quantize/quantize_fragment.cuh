@@ -23,6 +23,13 @@ __device__ __forceinline__ void load_16_bytes(uint32_t (&words)[4], const void* 
                : "l"(source));
 }
 
+// The same of 4 bytes that other threads read too.
+__device__ __forceinline__ uint32_t load_4_bytes(const void* source) {
+  uint32_t word;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(source));
+  return word;
+}
+
 // Loads the first `count` (any integer) of 8 bytes in the same way. kIsAligned: the address and
 // `count` are multiples of 8.
 template <bool kIsAligned>

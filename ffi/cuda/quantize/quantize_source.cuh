@@ -8,6 +8,10 @@
 //   prefetch(...)          starts to copy that, if kPrefetchBytes > 0 and rows are aligned
 //   fill<kIsAligned>(...)  sets rows `row`.. and columns `column`.. of what is quantised, (m, k);
 //                          zeros from row_end and from column k on
+//   kLooksUpRows           whether numbers of rows are loaded before what is prefetched. Then it
+//                          has load_number, prefetch and take (gather_fp8_source.cuh) for a warp's
+//                          rows, in place of prefetch and fill<true>
+//   kWalksDown             whether CTAs take all rows of some k-blocks before the next ones
 #pragma once
 
 #include "quantize/quantize_fragment.cuh"
@@ -17,9 +21,11 @@ namespace jax_fp8gemm {
 
 enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeightedGather = 4 };
 
-// A source that prefetches nothing and has no order of k-blocks of its own.
+// A source that prefetches nothing and has no order of its own.
 struct DirectSource {
   static constexpr int kPrefetchBytes = 0;
+  static constexpr bool kLooksUpRows = false;
+  static constexpr bool kWalksDown = false;
 
   static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }
   static __device__ __forceinline__ int k_block(int i, int) { return i; }

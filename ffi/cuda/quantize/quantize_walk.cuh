@@ -1,7 +1,8 @@
 // Which rows and columns the CTAs and warps of a quantiser take, and in which order.
 //
 // A warp takes 16 rows of one k-block. In mode "row" that is all, and four of them are a CTA; in
-// every other mode the 8 warps of a CTA take a 128x128 tile.
+// every other mode the 8 warps of a CTA take a 128x128 tile. CTAs take tiles in bands of 4 down the
+// rows, or, where the source walks down, in runs of k-blocks down all rows.
 //
 // Ragged: the columns of `transposed` are tokens, and every group of them starts at a multiple of
 // 128 (groups.cuh). A CTA takes the rows of one block of columns. Where rows are stored too, those
@@ -35,15 +36,42 @@ struct QuantizeWalk {
 
   const QuantizeParams& params;
   const int warp;
+  // Of a source that walks down: a unit is a run of 1, 2 or 4 k-blocks of the same rows.
+  const int log2_run = 0;
+
+  // The longest run of which each CTA gets 8 or more.
+  static __device__ __forceinline__ int choose_log2_run(const QuantizeParams& params) {
+    if constexpr (kIsRow) return 0;
+    const unsigned num_tiles = params.num_m_blocks * ceil_div(params.k, kScaleBlock);
+    const unsigned tiles_of_cta = num_tiles / gridDim.x;
+    return (tiles_of_cta >= 16) + (tiles_of_cta >= 32);
+  }
 
   // The number of units. A CTA takes one unit at a time.
   __device__ __forceinline__ int count() const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
       return ceil_div(ceil_div(params.m, kWarpRows) * num_k_blocks, kNumWarps);
+    } else if constexpr (Source::kWalksDown) {
+      return params.num_m_blocks * (((num_k_blocks - 1) >> log2_run) + 1);
     } else {
       return params.num_m_blocks * num_k_blocks;
     }
+  }
+
+  // Moves a place to the next k-block of its run, or to the CTA's next unit. Returns false if it
+  // was the last.
+  __device__ __forceinline__ bool advance(Place& place, unsigned& unit) const {
+    const int k_block = place.k_block + 1;
+    if ((k_block & ((1 << log2_run) - 1)) != 0 && k_block < ceil_div(params.k, kScaleBlock)) {
+      place.k_block = k_block;
+      place.first_column += kScaleBlock;
+      return true;
+    }
+    unit += gridDim.x;
+    if (unit >= count()) return false;
+    place = find(unit);
+    return true;
   }
 
   // Returns the part of a unit that this warp takes.
@@ -54,11 +82,17 @@ struct QuantizeWalk {
       const int k_block = Source::k_block(i % num_k_blocks, num_k_blocks);
       return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, params.m};
     } else {
-      const int group_tiles = kRaster * num_k_blocks;
-      const int group_start = unit / group_tiles * kRaster;
-      const int group_rows = min(kRaster, params.num_m_blocks - group_start);
-      const int m_block = group_start + unit % group_tiles % group_rows;
-      const int k_block = Source::k_block(unit % group_tiles / group_rows, num_k_blocks);
+      int m_block, k_block;
+      if constexpr (Source::kWalksDown) {
+        m_block = unit % params.num_m_blocks;
+        k_block = int(unit / params.num_m_blocks) << log2_run;
+      } else {
+        const int group_tiles = kRaster * num_k_blocks;
+        const int group_start = unit / group_tiles * kRaster;
+        const int group_rows = min(kRaster, params.num_m_blocks - group_start);
+        m_block = group_start + unit % group_tiles % group_rows;
+        k_block = Source::k_block(unit % group_tiles / group_rows, num_k_blocks);
+      }
       Place place = {m_block * kScaleBlock + warp * kWarpRows,
                      k_block * kScaleBlock,
                      params.m,

@@ -12,7 +12,7 @@
 namespace jax_fp8gemm {
 
 template <typename Config, bool kIsGrad>
-struct SwigluSource {
+struct SwigluSource : DirectSource {
   using Elements = Fragment<kF32>;
   using Part = SwigluPart;
 
