@@ -38,7 +38,12 @@ import jax
 from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._kept_gate_up import keep
-from jax_fp8gemm.moe._mlp_products import Experts, Residuals, weights_both_ways
+from jax_fp8gemm.moe._mlp_products import (
+    Experts,
+    Residuals,
+    transposed_weights,
+    weights_both_ways,
+)
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
@@ -63,15 +68,15 @@ def expert_mlp(spec: ExpertSpec, operands: Operands) -> jax.Array:
 
     operands: the tokens and the experts of this device. Experts are numbered along the axis.
     """
-    return _expert_mlp_fwd(spec, operands, is_differentiated=False)[0]
+    x, indices, weights, w_gate_up, w_down, biases = operands
+    transposed = transposed_weights(spec.products, w_gate_up, w_down, biases)
+    return forward(spec, x, indices, weights, transposed, is_differentiated=False)[0]
 
 
-def _expert_mlp_fwd(
-    spec: ExpertSpec, operands: Operands, *, is_differentiated: bool = True
-) -> tuple[jax.Array, tuple[Kept, Experts]]:
+def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tuple[Kept, Experts]]:
     x, indices, weights, w_gate_up, w_down, biases = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
-    out, kept = forward(spec, x, indices, weights, transposed, is_differentiated)
+    out, kept = forward(spec, x, indices, weights, transposed, is_differentiated=True)
     return out, (kept, w)
 
 
@@ -100,6 +105,7 @@ def forward(
     indices: jax.Array,
     weights: jax.Array,
     w: Experts,
+    *,
     is_differentiated: bool,
 ) -> tuple[jax.Array, Kept]:
     """Returns the result of expert_mlp, by transposed weights, and what `backward` needs.

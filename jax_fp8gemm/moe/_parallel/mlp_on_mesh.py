@@ -20,7 +20,7 @@ from jax_fp8gemm._ops.product_spec import type_of
 from jax_fp8gemm._primitives.whole import whole_matrices
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._biases import as_biases
-from jax_fp8gemm.moe._mlp_products import Experts, weights_both_ways
+from jax_fp8gemm.moe._mlp_products import Experts, transposed_weights, weights_both_ways
 from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
@@ -46,28 +46,37 @@ def expert_mlp_on_mesh(spec: ExpertSpec, layout: MeshLayout, operands: Operands)
 def _expert_mlp(
     spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
 ) -> jax.Array:
-    return _fwd(spec, layout, shardings, operands, is_differentiated=False)[0]
+    *_, w_gate_up, w_down, biases = operands
+    w = transposed_weights(spec.products, w_gate_up, w_down, biases)
+    return _forward(spec, layout, operands, w, is_differentiated=False)[0]
+
+
+def _forward(
+    spec: ExpertSpec,
+    layout: MeshLayout,
+    operands: Operands,
+    w: Experts,
+    *,
+    is_differentiated: bool,
+) -> tuple[jax.Array, Kept]:
+    """Runs `forward` on each device, with transposed weights."""
+    implementation = spec.products.into.implementation
+    gate_up, down = (whole_matrices(x, implementation) for x in (w.gate_up, w.down))
+    x, indices, weights, *_ = operands
+    tokens, experts = layout.tokens, layout.experts
+    in_specs = tokens, tokens, tokens, experts
+    run = partial(forward, spec, is_differentiated=is_differentiated)
+    # Without check_vma, because each device keeps residuals of its own even if they do not vary.
+    run_on_mesh = layout.map(run, in_specs, tokens, check_vma=False)
+    return run_on_mesh(x, indices, weights, Experts(gate_up, down, w.biases))
 
 
 def _fwd(
-    spec: ExpertSpec,
-    layout: MeshLayout,
-    shardings: Shardings,
-    operands: Operands,
-    *,
-    is_differentiated: bool = True,
+    spec: ExpertSpec, layout: MeshLayout, shardings: Shardings, operands: Operands
 ) -> tuple[jax.Array, tuple[Kept, Experts]]:
-    x, indices, weights, w_gate_up, w_down, biases = operands
+    *_, w_gate_up, w_down, biases = operands
     w, transposed = weights_both_ways(spec.products, w_gate_up, w_down, biases)
-    implementation = spec.products.into.implementation
-    gate_up = whole_matrices(transposed.gate_up, implementation)
-    transposed = Experts(gate_up, whole_matrices(transposed.down, implementation), biases)
-    tokens, experts = layout.tokens, layout.experts
-    in_specs = tokens, tokens, tokens, experts
-    # Without check_vma, because each device keeps residuals of its own even if they do not vary.
-    run = partial(forward, spec, is_differentiated=is_differentiated)
-    run = layout.map(run, in_specs, tokens, check_vma=False)
-    out, kept = run(x, indices, weights, transposed)
+    out, kept = _forward(spec, layout, operands, transposed, is_differentiated=True)
     return out, (kept, w)
 
 
