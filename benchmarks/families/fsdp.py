@@ -22,8 +22,12 @@ from benchmarks.families.training import State, new_state, train
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
 from jax_fp8gemm import checkpoint_policies
+from jax_fp8gemm.moe import gated_mlp
 
 _PRODUCTS_SAVED = "scan, products saved"
+_GATED = "scan, gated_mlp"
+# Of y (tokens, hidden) and the weights of a layer.
+Mlp = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Stack:
 
     Attributes:
       tokens: of each GPU.
-      loop: "unrolled", "scan" over layers, or "scan, products saved", whose layers keep the results
+      loop: "unrolled", "scan" over layers, "scan, gated_mlp", whose layers have gate and up in one
+        weight and are ours of one call, or "scan, products saved", whose layers keep the results
         of products, and compute the rest again from these and their input (jax.checkpoint).
       sums: the Recipe's reduce_dtype, in which our gradients are added.
     """
@@ -46,6 +51,14 @@ class Stack:
     sums: Literal["f32", "bf16"] = "f32"
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the weights of a layer: gate, up and down, or gate | up and down."""
+        into = [(self.hidden, self.inter)] * 2
+        if self.loop == _GATED:
+            into = [(self.hidden, 2 * self.inter)]
+        return [*into, (self.inter, self.hidden)]
+
+    @property
     def num_weights(self) -> int:
         return 3 * self.num_layers * self.hidden * self.inter
 
@@ -56,11 +69,22 @@ class Stack:
         return 2 * num_products * self.tokens * self.hidden * self.inter
 
 
-STACKS = tuple(
-    Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop, sums)
-    for loop in ("unrolled", "scan", _PRODUCTS_SAVED)
-    for tokens in (8192, 4096)
-    for sums in ("f32", "bf16")
+def _stack(loop: str, tokens: int, sums: Literal["f32", "bf16"]) -> Stack:
+    return Stack("llama3_70b_x4", 4, 8192, 28672, tokens, loop, sums)
+
+
+STACKS = (
+    _stack("unrolled", 8192, "f32"),
+    _stack("unrolled", 8192, "bf16"),
+    _stack("unrolled", 4096, "f32"),
+    _stack("unrolled", 4096, "bf16"),
+    _stack("scan", 8192, "f32"),
+    _stack("scan", 8192, "bf16"),
+    _stack("scan", 4096, "bf16"),
+    # Its gradients are those of whole columns: no partial sums travel.
+    _stack(_GATED, 8192, "f32"),
+    _stack(_GATED, 4096, "f32"),
+    _stack(_PRODUCTS_SAVED, 8192, "bf16"),
 )
 
 
@@ -69,6 +93,7 @@ def fsdp_case(stack: Stack) -> Case:
     s, num_devices = stack, local_mesh().size
     recipe = jax_fp8gemm.Recipe(reduce_dtype=s.sums)
     ours = functools.partial(jax_fp8gemm.matmul, recipe=recipe)
+    mlp = functools.partial(gated_mlp, recipe=recipe) if s.loop == _GATED else mlp_of(s, ours)
     # The shards of weights and moments, read and written once; tokens in, and what they shall be.
     num_bytes = 20 * s.num_weights // num_devices + 4 * s.tokens * s.hidden
     return Case(
@@ -84,20 +109,33 @@ def fsdp_case(stack: Stack) -> Case:
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, num_bytes),
         config="",
-        build=lambda: fsdp_call(stack, ours),
-        peers={"xla_bf16": lambda: fsdp_call(stack, jnp.matmul)},
+        build=lambda: fsdp_call(stack, mlp),
+        peers={"xla_bf16": lambda: fsdp_call(stack, mlp_of(s, jnp.matmul))},
     )
 
 
-def fsdp_call(stack: Stack, product: Product) -> Call:
+def mlp_of(stack: Stack, product: Product) -> Mlp:
+    """The MLP of a layer, by a product of x (m, k) and w (k, n)."""
+
+    def mlp(y: jax.Array, *weights: jax.Array) -> jax.Array:
+        *into, down = weights
+        if stack.loop == _GATED:
+            gate, up = jnp.split(_by_rows(product(y, *into)), 2, axis=1)
+        else:
+            gate, up = (_by_rows(product(y, w)) for w in into)
+        return product(jax.nn.silu(gate) * up, down)
+
+    return mlp
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    """Without this, XLA moves activations too: weights and rows are sharded over the same axis."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(local_mesh(), P(AXIS)))
+
+
+def fsdp_call(stack: Stack, mlp: Mlp) -> Call:
     """The compiled training step on random tokens."""
-    rows = NamedSharding(local_mesh(), P(AXIS))
-
-    def product_of_rows(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Without, XLA moves activations as well: weights and rows are sharded over the same axis.
-        return jax.lax.with_sharding_constraint(product(x, w), rows)
-
-    layer = functools.partial(_layer, product_of_rows)
+    layer = functools.partial(_layer, mlp)
     if stack.loop == _PRODUCTS_SAVED:
         # For both: it saves the results of XLA's products, and of ours.
         layer = jax.checkpoint(layer, policy=checkpoint_policies.dots_saveable)
@@ -117,19 +155,17 @@ def _loss(
     return jnp.mean((x - target).astype(jnp.float32) ** 2)
 
 
-def _layer(product: Product, x: jax.Array, weights: Any) -> jax.Array:
-    gate, up, down = weights
+def _layer(mlp: Mlp, x: jax.Array, weights: Any) -> jax.Array:
     wide = x.astype(jnp.float32)
     norm = jax.lax.rsqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-5)
     y = (wide * norm).astype(x.dtype)
-    return x + product(jax.nn.silu(product(y, gate)) * product(y, up), down)
+    return x + _by_rows(mlp(y, *weights))
 
 
 def _operands(stack: Stack) -> tuple[State, jax.Array, jax.Array]:
     """State, tokens and target, each made where it lives."""
     s, mesh = stack, local_mesh()
     is_stacked = s.loop != "unrolled"
-    shapes = [(s.hidden, s.inter), (s.hidden, s.inter), (s.inter, s.hidden)]
 
     def draw(seed: int, shape: tuple[int, ...], scale: float) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * scale
@@ -138,10 +174,10 @@ def _operands(stack: Stack) -> tuple[State, jax.Array, jax.Array]:
         scale = shape[0] ** -0.5  # variance 1/fan-in, as at initialisation
         if is_stacked:
             return draw(i, (s.num_layers, *shape), scale)
-        return [draw(i + 3 * layer, shape, scale) for layer in range(s.num_layers)]
+        return [draw(i + len(s.shapes) * layer, shape, scale) for layer in range(s.num_layers)]
 
     def make() -> tuple[State, jax.Array, jax.Array]:
-        all_weights = [weights(i, shape) for i, shape in enumerate(shapes)]
+        all_weights = [weights(i, shape) for i, shape in enumerate(s.shapes)]
         state = new_state(all_weights)
         tokens = s.tokens * mesh.size, s.hidden
         return state, draw(100, tokens, 1.0), draw(101, tokens, 1.0)

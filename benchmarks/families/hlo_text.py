@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
-CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+# Of the branches of jax.lax.cond the one for False.
+CALLED = re.compile(r"\b(?:calls=|to_apply=|false_computation=|branch_computations=\{)%?([\w.-]+)")
 _KINDS = f"{COLLECTIVES}|async"
 _START = re.compile(rf"%?([\w.-]+) = .+? ({_KINDS})-start\(")
 _DONE = re.compile(rf" (?:{_KINDS})-done\((?:.* )?%?([\w.-]+)\)")
@@ -32,7 +33,8 @@ def products_beside(text: str) -> Mapping[str, Sequence[int]]:
       text: of the optimised HLO, whose instructions stand in the order in which they are queued.
     Returns:
       {"all-gather": [0, 2], ...}: in the order of the program; 0 where a collective blocks. Loops
-      of turns are left out, because evenly spread choices do not enter them.
+      of turns, and branches in which turns are left, are left out: evenly spread choices do not
+      enter them.
     """
     found: dict[str, list[int]] = collections.defaultdict(list)
     running: dict[str, tuple[str, int]] = {}

@@ -5,7 +5,8 @@ import functools
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -17,9 +18,12 @@ from benchmarks.timing.timer import Call, Samples
 
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock
-_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True
-}  # collectives beside products
+Options: TypeAlias = Mapping[str, str | bool | int]
+# Collectives beside products, and two of them at once.
+_OPTIONS: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
 
 _COLLECTIVE = re.compile(rf" = (.+?) ({COLLECTIVES})(?:-done)?\(")
 _WHILE = re.compile(r" while\(.* body=%?([\w.-]+)")
@@ -45,14 +49,20 @@ def local_mesh() -> Mesh:
 
 
 def step_call(
-    step: Callable[..., Any], state: Any, *operands: Any, max_repeat: int | None = None
+    step: Callable[..., Any],
+    state: Any,
+    *operands: Any,
+    max_repeat: int | None = None,
+    options: Options = MappingProxyType({}),
 ) -> Call:
     """The compiled step(state, *operands) -> (state, value), each on the state of the one before.
 
     Its collectives may run beside other kernels, if XLA finds some.
+
+    options: of XLA's compiler, beside those of all steps.
     """
     jitted = jax.jit(step, donate_argnums=0)
-    compiled = jitted.lower(state, *operands).compile(compiler_options=_OPTIONS)
+    compiled = jitted.lower(state, *operands).compile(compiler_options={**_OPTIONS, **options})
     text = compiled.as_text() or ""
     states = [state]
 
