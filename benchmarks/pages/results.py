@@ -10,6 +10,9 @@ from benchmarks.report import overlap
 from benchmarks.summary import geometric_mean
 
 FOLDER = ROOT / "benchmarks" / "results" / "nvidia_h200"
+# Tables whose names begin with this are of H100s.
+_H100 = "h100_"
+_H100_FOLDER = FOLDER.parent / "nvidia_h100_80gb_hbm3"
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
 Ratio = Callable[[Row, str], float | None]
@@ -17,8 +20,15 @@ Ratio = Callable[[Row, str], float | None]
 
 def load(table: str, folder: pathlib.Path | None = None) -> Document | None:
     """A results file, or None if there is none of that name."""
-    file = (folder or FOLDER) / f"{table}.json"
+    file = file_of(table, folder)
     return json.loads(file.read_text()) if file.is_file() else None
+
+
+def file_of(table: str, folder: pathlib.Path | None = None) -> pathlib.Path:
+    """Where a table's rows are; those of H200s in `folder`, if it is given."""
+    if table.startswith(_H100):
+        return _H100_FOLDER / f"{table.removeprefix(_H100)}.json"
+    return (folder or FOLDER) / f"{table}.json"
 
 
 def labels_of(rows: Sequence[Row]) -> list[str]:

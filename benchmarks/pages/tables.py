@@ -8,6 +8,7 @@ from benchmarks.pages.results import (
     Ratio,
     Row,
     all_us,
+    file_of,
     has_other_kernels,
     is_within_noise,
     labels_of,
@@ -17,6 +18,7 @@ from benchmarks.pages.results import (
     ratio,
     ratio_of_all,
 )
+from benchmarks.provenance import ROOT
 
 # Results files by name, in the order of the page.
 ONE_GPU = (
@@ -26,7 +28,8 @@ ONE_GPU = (
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
-ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
+ALL_GPUS = ("fsdp", "h100_fsdp", "h100_expert_parallel", "h100_expert_parallel_exchanges")
+OTHER_GPUS = ("h100_moe",)
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 
@@ -134,11 +137,11 @@ def regret_table() -> str:
 def files_table() -> str:
     """Where each file is from."""
     lines = []
-    for table in (*ONE_GPU, *ALL_GPUS):
+    for table in (*ONE_GPU, *ALL_GPUS, *OTHER_GPUS):
         if (document := load(table)) is not None:
-            lines.append(
-                [f"`{table}.json`", document["date"], commit_text(document), *_how(document)]
-            )
+            name = table if table in ONE_GPU else file_of(table).relative_to(ROOT).with_suffix("")
+            file = f"`{name}.json`"
+            lines.append([file, document["date"], commit_text(document), *_how(document)])
     header = ("file", "date", "commit", "GB/s of a copy", "rounds", *_VERSIONS)
     return markdown(header, lines)
 
