@@ -5,6 +5,7 @@
 #   make coverage         lines of ffi/ that CPU tests execute
 #   make golden-launches  writes the launches that tests compare with
 # make conformance: other projects' tests on our products, in a virtual environment of its own.
+# make gpu-programs: what XLA makes of programs for H100s, without one; likewise.
 # make wheels: what an index takes, in dist/; make check-wheels: each in new virtual environments.
 #
 #   PYTHON   interpreter of the virtual environment, 3.11 or newer
@@ -28,6 +29,7 @@ SEED ?= $(shell date +%s)
 JAX_SOURCE ?=
 CONFORMANCE_FLAGS ?=
 CONFORMANCE_VENV = .venv-conformance
+GPU_PROGRAMS_VENV = .venv-gpu-programs
 WHEEL_PYTHONS ?= python3.11 python3.12
 CHECK_PYTHONS ?= python3.11 python3.12 python3.13
 AARCH64_PYTHON ?= python3.12
@@ -57,7 +59,7 @@ AUDITWHEEL = PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --only
 PRINT_REQUIRES = import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 
-.PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance \
+.PHONY: demo test gpu-test fuzz lint docs fuzz-ffi tsan coverage golden-launches conformance gpu-programs \
   wheels wheel-aarch64 check-wheels clean
 
 demo: $(VENV)/installed
@@ -100,6 +102,10 @@ golden-launches: $(VENV)/installed
 conformance: $(CONFORMANCE_VENV)/installed-conformance
 	JAX_SOURCE="$(JAX_SOURCE)" $(CONFORMANCE_VENV)/bin/python tests/conformance/run.py \
 	  $(CONFORMANCE_FLAGS)
+
+gpu-programs: $(GPU_PROGRAMS_VENV)/installed-gpu-programs
+	JAX_PLATFORMS=cpu $(GPU_PROGRAMS_VENV)/bin/python -P -m pytest tests/sharding/test_gpu_programs.py \
+	  $(PYTEST_FLAGS)
 
 # From the source distribution, as an index has it. The build has an environment of its own, with
 # the headers of the oldest jaxlib (see pyproject.toml).
@@ -171,6 +177,14 @@ $(CONFORMANCE_VENV)/installed-conformance:
 	$(MAKE) VENV=$(CONFORMANCE_VENV) JAX='jax==0.11.1 jaxlib==0.11.1' $(CONFORMANCE_VENV)/installed
 	$(CONFORMANCE_VENV)/bin/python -m pip install -q --no-compile --no-build-isolation \
 	  -e '.[conformance]'
+	touch $@
+
+# XLA's compiler for GPUs, of the version that jaxlib has.
+$(GPU_PROGRAMS_VENV)/installed-gpu-programs:
+	$(MAKE) VENV=$(GPU_PROGRAMS_VENV) $(GPU_PROGRAMS_VENV)/installed
+	version="$$($(GPU_PROGRAMS_VENV)/bin/python -c 'import jaxlib; print(jaxlib.__version__)')"; \
+	  $(GPU_PROGRAMS_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile \
+	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	touch $@
 
 $(WHEEL_VENV)/installed-wheels: Makefile
