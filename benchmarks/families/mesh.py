@@ -18,11 +18,11 @@ from benchmarks.timing.timer import Call, Samples
 
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock
-Options: TypeAlias = Mapping[str, str | bool | int]
+Options: TypeAlias = Mapping[str, str | bool]
 # Collectives beside products, and two of them at once.
 _OPTIONS: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }
 
 _COLLECTIVE = re.compile(rf" = (.+?) ({COLLECTIVES})(?:-done)?\(")
