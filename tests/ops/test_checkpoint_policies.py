@@ -13,6 +13,7 @@ from meshes import mesh
 
 from jax_fp8gemm import Recipe, checkpoint_policies, dot_general, matmul, ragged_dot
 from jax_fp8gemm.moe import moe_layer
+from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
 
 M = K = 256
 DIMS = (((1,), (0,)), ((), ()))
@@ -86,6 +87,17 @@ def test_no_product_runs_again_where_its_result_is_saved(name):
         assert num_products(*OURS[name], policy) == ONCE
     expected = ONCE + AGAIN if name == "batch" else ONCE
     assert num_products(*OURS[name], policies.dots_with_no_batch_dims_saveable) == expected
+
+
+@pytest.mark.parametrize("name", ["expert_axis", "expert_axis, FP8 gate_up"])
+def test_no_product_runs_again_where_turns_may_be_left(name, traced_anew, monkeypatch):
+    """Turns are branches of the program, and loops. All of their products are counted."""
+    monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 16)
+    monkeypatch.setattr(_expert_spec, "_ROW_UNIT", 8)
+    expected = num_products(*OURS[name], jax.checkpoint_policies.everything_saveable)
+    assert expected > ONCE
+    assert num_products(*OURS[name], checkpoint_policies.save_products) == expected
+    assert num_products(*OURS[name], jax.checkpoint_policies.nothing_saveable) > expected
 
 
 @pytest.mark.parametrize("name", ["matmul", "dot_general", "batch"])

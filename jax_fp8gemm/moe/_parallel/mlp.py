@@ -131,7 +131,8 @@ def forward(
         outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
         received = name_residual("lhs", received)
-        gate_up = name_residual("out", keep(spec.products.into, gate_up))
+        if not with_columns:
+            gate_up = name_residual("out", keep(spec.products.into, gate_up))
         residuals = Residuals(name_residual("lhs", h_columns), gate_up)
         kept.append(KeptPart(received, residuals, plans[i], again))
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_fp8gemm._data.groups import group_of_rows
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
@@ -102,8 +102,14 @@ class Gradients(NamedTuple):
 def forward_turn(
     products: Specs, received: Received, rows: Turn, w: Experts, *, with_columns: bool = False
 ) -> Results:
-    """Returns what these rows give. with_columns: whether h_columns is computed."""
+    """Returns what these rows give.
+
+    with_columns: whether h_columns is computed. gate_up then has its name of CHECKPOINT_NAMES: a
+      policy that saves it alone has h_columns computed again from what is saved.
+    """
     gate_up = _gate_up(products, received, rows, w)
+    if with_columns:
+        gate_up = name_residual("out", gate_up)
     out, h_columns = down_product(products, gate_up, w, rows.groups, with_columns=with_columns)
     sums = sum_of_rows(
         out,
