@@ -27,7 +27,7 @@ from jax_fp8gemm.moe import gated_mlp
 _PRODUCTS_SAVED = "scan, products saved"
 _GATED = "scan, gated_mlp"
 # Of y (tokens, hidden) and the weights of a layer.
-Mlp = Callable[..., jax.Array]
+ApplyMlp = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def fsdp_case(stack: Stack) -> Case:
     )
 
 
-def mlp_of(stack: Stack, product: Product) -> Mlp:
+def mlp_of(stack: Stack, product: Product) -> ApplyMlp:
     """The MLP of a layer, by a product of x (m, k) and w (k, n)."""
 
     def mlp(y: jax.Array, *weights: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def _by_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(local_mesh(), P(AXIS)))
 
 
-def fsdp_call(stack: Stack, mlp: Mlp) -> Call:
+def fsdp_call(stack: Stack, mlp: ApplyMlp) -> Call:
     """The compiled training step on random tokens."""
     layer = functools.partial(_layer, mlp)
     if stack.loop == _PRODUCTS_SAVED:
@@ -155,7 +155,7 @@ def _loss(
     return jnp.mean((x - target).astype(jnp.float32) ** 2)
 
 
-def _layer(mlp: Mlp, x: jax.Array, weights: Any) -> jax.Array:
+def _layer(mlp: ApplyMlp, x: jax.Array, weights: Any) -> jax.Array:
     wide = x.astype(jnp.float32)
     norm = jax.lax.rsqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-5)
     y = (wide * norm).astype(x.dtype)

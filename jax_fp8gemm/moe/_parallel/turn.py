@@ -169,9 +169,10 @@ def backward_turn(
 def _transpose_in_turn(w: ScaledArray, turn: TurnNumber) -> ScaledArray:
     """Returns w.T, which XLA computes in the loop over turns.
 
-    XLA would compute it before the loop, even if no turn is left: it does not depend on the turn.
-    The barrier makes it depend. XLA may also give the loop's operand the layout of the transpose,
-    for which it copies w before the loop. An array of one dimension has no other layout.
+    XLA would compute it before the loop, for it does not depend on the turn. The loop over turns of
+    the exchange stands in no branch, so that would be done even if no turn is left. The barrier
+    makes it depend. XLA may also give the loop's operand the layout of the transpose, for which it
+    copies w before the loop. An array of one dimension has no other layout.
     """
 
     def hide(x: jax.Array) -> jax.Array:
