@@ -30,11 +30,14 @@ bool IsWgmmaWidth(int32_t n) {
   return (n % 8 == 0 && n <= 128) || n == 144 || n == 160 || n == 192;
 }
 
-// Scales of rhs in a stage: of columns, or of the 128-column blocks that a tile can lie under.
+// Scales of rhs in a stage: of columns, of the 128-column blocks that a tile can lie under, or,
+// where such blocks meet inside a wgmma, of the tile's parts. Mirrors Tile::kColumnScales.
 int64_t NumColumnScales(const GemmConfig& config) {
   if (config.is_1d1d) return RoundUp(config.block_n, 32);
   const int64_t step = std::gcd(config.block_n, 128);
-  return CeilDiv(128 - step + config.block_n, 128) > 2 ? 4 : 2;
+  const int64_t num_blocks = CeilDiv(128 - step + config.block_n, 128);
+  if (num_blocks <= 2 && (num_blocks == 1 || 128 % config.sub_n == 0)) return 2;
+  return RoundUp(config.block_n / step, 4);
 }
 
 bool IsInRange(const GemmConfig& c) {

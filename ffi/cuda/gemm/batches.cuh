@@ -14,12 +14,16 @@ struct Batches {
   using Tile = jax_fp8gemm::Tile<Config>;
   using SharedStorage = typename Tile::SharedStorage;
 
+  static constexpr int kNumScales = Tile::kSplitSub ? 1 : Tile::kNumColumnBlocks;
+
   // What the batches of one k-block need from it besides the operands.
   struct KBlock {
     uint32_t stage;
     // The scales of this thread's two rows in each 64: rows 16 warp + lane / 4 and 8 further on. In
-    // 1d2d they are multiplied by the scale of each column block.
-    float scale[Tile::kNumColumnBlocks][Tile::kMSubs][2];
+    // 1d2d they are multiplied by the scale of each column block, unless column blocks meet inside
+    // a batch.
+    float scale[kNumScales][Tile::kMSubs][2];
+    float parts[Tile::kSplitSub ? Tile::kColumnScales : 1];  // then: those of the parts of the tile
   };
 
   const GemmParams& params;
@@ -32,9 +36,9 @@ struct Batches {
   uint32_t scale_row;  // of the next k-block: where this thread's scales are in their stage
   typename Tile::Ring ring;
   KBlock blocks[Tile::kGroup];
-  uint32_t lhs_stage, rhs_stage;               // descriptors of the k-block that was read last
-  float rhs_columns[Tile::kSubRegs / 2];       // 1d1d: scales of this thread's columns of one batch
-  float part_scale[Tile::kNumColumnParts][2];  // see select_scales
+  uint32_t lhs_stage, rhs_stage;          // descriptors of the k-block that was read last
+  float rhs_columns[Tile::kSubRegs / 2];  // 1d1d: scales of this thread's columns of one batch
+  float part_scale[Tile::kNumParts][2];   // see scale_parts
   float accum[Config::kNumAccums][Tile::kSubRegs];
   float promoted[Tile::kMSubs][Config::kBlockN / 2];
 
@@ -86,15 +90,24 @@ struct Batches {
     block.stage = ring.stage;
     lhs_stage = lhs_tile + ring.stage * (Tile::kLhsBytes / 16);
     rhs_stage = rhs_tile + ring.stage * (Tile::kRhsBytes / 16);
+    if constexpr (Tile::kSplitSub) {
+#pragma unroll
+      for (int i = 0; i < Tile::kColumnScales; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(&shared.rhs_scale[ring.stage][i]);
+        block.parts[i] = four.x, block.parts[i + 1] = four.y;
+        block.parts[i + 2] = four.z, block.parts[i + 3] = four.w;
+      }
+    }
 #pragma unroll
     for (int mi = 0; mi < Tile::kMSubs; ++mi) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
 #pragma unroll
-        for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
-          block.scale[i][mi][half] =
-              Config::kIs1d1d ? lhs_scale : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
+        for (int i = 0; i < kNumScales; ++i) {
+          block.scale[i][mi][half] = Config::kIs1d1d || Tile::kSplitSub
+                                         ? lhs_scale
+                                         : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
         }
       }
     }
@@ -125,10 +138,11 @@ struct Batches {
     if constexpr (Config::kIs1d1d) {
       promote_1d1d(sums, d, block.scale[0][mi], rhs_columns);
     } else if constexpr (Tile::kSplitSub) {
-      promote_1d2d_parts<Tile::kPartColumns>(sums, d, part_scale);
+      const int offset = ni * Config::kSubN - first_part(ni) * Tile::kColumnStep;
+      promote_1d2d_parts<Tile::kColumnStep>(sums, d, part_scale, offset);
     } else {
-      const bool is_latter = Tile::kNumColumnBlocks > 1 && ni * Config::kSubN >= boundary;
-      promote_1d2d(sums, d, block.scale[is_latter ? Tile::kNumColumnBlocks - 1 : 0][mi]);
+      const bool is_latter = kNumScales > 1 && ni * Config::kSubN >= boundary;
+      promote_1d2d(sums, d, block.scale[is_latter ? kNumScales - 1 : 0][mi]);
     }
   }
 
@@ -145,28 +159,30 @@ struct Batches {
     }
   }
 
-  // 1d2d, where a batch may lie under several column blocks: selects the scales of its columns.
-  // NOTE: this is done, and pinned, while the batch is multiplied. After it, the selections took
-  // 250 cycles of a k-block of 144 columns, in which the consumer had no batch on the tensor cores.
-  __device__ __forceinline__ void select_scales(int batch, int boundary) {
+  // 1d2d, where column blocks meet inside a batch: multiplies the scales of the thread's rows by
+  // those of the parts of the tile that the batch lies under. NOTE: this is done, and pinned, while
+  // the batch is multiplied. Scales selected after it took 250 cycles of a k-block of 144 columns,
+  // in which the consumer had no batch on the tensor cores.
+  __device__ __forceinline__ void scale_parts(int batch) {
     if constexpr (Tile::kSplitSub) {
       const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
       const KBlock& block = blocks[batch / Tile::kSubs];
+      const int first = first_part(ni);
 #pragma unroll
-      for (int part = 0; part < Tile::kNumColumnParts; ++part) {
-        const int column = ni * Config::kSubN + part * Tile::kPartColumns;
+      for (int part = 0; part < Tile::kNumParts; ++part) {
+        if ((first + part) * Tile::kColumnStep >= (ni + 1) * Config::kSubN) break;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float scale = block.scale[0][mi][half];
-#pragma unroll
-          for (int i = 1; i < Tile::kNumColumnBlocks; ++i) {
-            scale = column < boundary + (i - 1) * 128 ? scale : block.scale[i][mi][half];
-          }
-          asm volatile("" : "+f"(scale));
-          part_scale[part][half] = scale;
+          part_scale[part][half] = __fmul_rn(block.scale[0][mi][half], block.parts[first + part]);
+          asm volatile("" : "+f"(part_scale[part][half]));
         }
       }
     }
+  }
+
+  // The part of the tile in which the ni-th batch of columns begins.
+  __device__ __forceinline__ static constexpr int first_part(int ni) {
+    return ni * Config::kSubN / Tile::kColumnStep;
   }
 
   // Tells the producer of every CTA that shares the stage that this warp is done with it.

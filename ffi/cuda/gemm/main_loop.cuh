@@ -27,7 +27,7 @@ struct MainLoop {
 #pragma unroll
         for (int batch = 0; batch < Tile::kSubs; ++batch) {
           batches.issue(batch);
-          batches.select_scales(batch, boundary);
+          batches.scale_parts(batch);
           wgmma_wait<0>();
           batches.finish(batch, boundary);
         }
@@ -81,7 +81,7 @@ struct MainLoop {
     for (int batch = 0; batch < Tile::kSubs; ++batch) {
       batches.issue(batch);
       if constexpr (Tile::kReadColumnsEarly) batches.read_columns(batch);
-      batches.select_scales(batch, boundary);
+      batches.scale_parts(batch);
       wgmma_wait<0>();
       if constexpr (!Tile::kReadColumnsEarly) batches.read_columns(batch);
       if (batch == Tile::kSubs - 1) {
@@ -109,7 +109,7 @@ struct MainLoop {
         if constexpr (Tile::kReadColumnsEarly) batches.read_columns(kNext);
       }
       if constexpr (kBatch >= 0) {
-        batches.select_scales(kBatch, boundary);
+        batches.scale_parts(kBatch);
         wgmma_wait<(kNext < Tile::kBatches ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
         batches.finish(kBatch, boundary);
       }

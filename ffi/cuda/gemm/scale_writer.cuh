@@ -68,14 +68,20 @@ struct ScaleWriter {
     for (int k_block = first; k_block < end; ++k_block) {
       mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
       // Up to 3 scales are left. If there is one row, they belong to as many k-blocks.
-      if (is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3) {
+      const bool stores_rest = is_rest_left && work.first_k_block + k_block >= num_k_blocks - 3;
+      if (stores_rest) {
         RowScales<Config::kBlockM>(params.lhs_rows, num_k_blocks, work.lhs_row,
                                    work.first_k_block + k_block)
             .store_rest(shared.lhs_scale[ring.stage], params.lhs_scale, lane);
+      }
+      if constexpr (Tile::kSplitSub) {
+        store_parts(shared.rhs_scale[ring.stage], work.column % 128, scales, k_block, lane);
+        __syncwarp();
+      } else if (stores_rest) {
         __syncwarp();
       }
       if (lane == k_block % kChunk) {
-        if constexpr (!Config::kIs1d1d) {
+        if constexpr (!Config::kIs1d1d && !Tile::kSplitSub) {
 #pragma unroll
           for (int i = 0; i < Tile::kNumColumnBlocks; ++i)
             shared.rhs_scale[ring.stage][i] = scales.chunk[i];
@@ -84,6 +90,22 @@ struct ScaleWriter {
       }
       ring.advance();
     }
+  }
+
+  // Stores, by the lanes of the warp, the scale of every part of the tile (see Tile::kSplitSub).
+  // `offset`: of the tile in its first column block.
+  __device__ __forceinline__ static void store_parts(float* smem, int offset,
+                                                     const ColumnScales& scales, int k_block,
+                                                     int lane) {
+    static_assert(!Tile::kSplitSub || Tile::kColumnScales <= 32, "a lane stores one scale");
+    const int column = offset + lane * Tile::kColumnStep;
+    float scale = 0.f;
+#pragma unroll
+    for (int i = 0; i < Tile::kNumColumnBlocks; ++i) {
+      const float block_scale = __shfl_sync(0xffffffff, scales.chunk[i], k_block % kChunk);
+      if (column >= i * 128) scale = block_scale;
+    }
+    if (lane < Tile::kColumnScales) smem[lane] = scale;
   }
 
   // Starts loading the block scales of a tile's next kChunk k-blocks from k_block on.

@@ -86,13 +86,15 @@ __device__ __forceinline__ void promote_1d2d(float* promoted, const float (&accu
   for (int i = 0; i < kRegs; ++i) promoted[i] = __fmaf_rn(scale[i / 2 % 2], accum[i], promoted[i]);
 }
 
-// Promotes them where column blocks meet inside: kColumns columns each have the scales of a part.
-template <int kColumns, int kRegs>
+// Promotes them where column blocks meet inside: every kColumns columns of the tile have the scales
+// of a part, and the first of these columns is the offset-th of its part.
+template <int kColumns, int kParts, int kRegs>
 __device__ __forceinline__ void promote_1d2d_parts(float* promoted, const float (&accum)[kRegs],
-                                                   const float (&scale)[2 * kRegs / kColumns][2]) {
+                                                   const float (&scale)[kParts][2], int offset) {
 #pragma unroll
   for (int i = 0; i < kRegs; ++i) {
-    promoted[i] = __fmaf_rn(scale[i / 4 * 8 / kColumns][i / 2 % 2], accum[i], promoted[i]);
+    const int part = (offset + i / 4 * 8) / kColumns;
+    promoted[i] = __fmaf_rn(scale[part][i / 2 % 2], accum[i], promoted[i]);
   }
 }
 

@@ -89,14 +89,18 @@ struct Tile {
   static constexpr int kColumnStep = gcd(Config::kBlockN, 128);
   static constexpr int kNumColumnBlocks =
       Config::kIs1d1d ? 1 : ceil_div(128 - kColumnStep + Config::kBlockN, 128);
-  static constexpr bool kSplitSub = kNumColumnBlocks > 1 && 128 % Config::kSubN != 0;
-  // Parts of such a wgmma, each under one block.
-  static constexpr int kPartColumns = gcd(Config::kSubN, kColumnStep);
-  static constexpr int kNumColumnParts = kSplitSub ? Config::kSubN / kPartColumns : 1;
+  static constexpr bool kSplitSub =
+      kNumColumnBlocks > 2 || (kNumColumnBlocks > 1 && 128 % Config::kSubN != 0);
+  // Then the tile is cut into parts of kColumnStep columns, each under one block and with a scale
+  // in the stage. This many of them meet in a wgmma, at most.
+  static constexpr int kNumParts =
+      kSplitSub
+          ? ceil_div(kColumnStep - gcd(Config::kSubN, kColumnStep) + Config::kSubN, kColumnStep)
+          : 1;
   // Scales of rhs in a stage. Mirrors NumColumnScales.
-  static constexpr int kColumnScales = Config::kIs1d1d        ? ceil_div(Config::kBlockN, 32) * 32
-                                       : kNumColumnBlocks > 2 ? 4
-                                                              : 2;
+  static constexpr int kColumnScales = Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32
+                                       : kSplitSub ? ceil_div(Config::kBlockN / kColumnStep, 4) * 4
+                                                   : 2;
 
   struct alignas(1024) SharedStorage {
     uint8_t lhs[Config::kNumStages][kLhsBytes];
