@@ -45,8 +45,8 @@ ffi::ErrorOr<Driver*> Open() {
                    &Driver::cuDeviceGetName, &Driver::cuDeviceGetAttribute, &Driver::cuCtxGetDevice,
                    &Driver::cuLibraryLoadData, &Driver::cuLibraryGetKernel,
                    &Driver::cuKernelGetFunction, &Driver::cuKernelSetAttribute,
-                   &Driver::cuLaunchKernelEx, &Driver::cuMemsetD32Async,
-                   &Driver::cuTensorMapEncodeTiled>(*driver, find);
+                   &Driver::cuLaunchKernelEx, &Driver::cuOccupancyMaxActiveClusters,
+                   &Driver::cuMemsetD32Async, &Driver::cuTensorMapEncodeTiled>(*driver, find);
   if (!missing.empty()) {
     return FailedPrecondition("the NVIDIA driver must support CUDA 12.0 or newer; it has no ",
                               missing, ". Update the driver.");
@@ -99,26 +99,48 @@ ffi::Error DriverError(const char* expr, const char* file, int line, CUresult re
                   text ? text : "");
 }
 
-ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,
-                        CUstream stream, void** params) {
+namespace {
+
+// The driver's form of `dims`, which points to itself.
+struct LaunchConfig {
   CUlaunchAttribute cluster = {};
   CUlaunchConfig config = {};
-  config.gridDimX = dims.grid_x;
-  config.gridDimY = dims.grid_y;
-  config.gridDimZ = 1;
-  config.blockDimX = dims.block_x;
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.sharedMemBytes = dims.dynamic_smem_bytes;
-  config.hStream = stream;
-  config.attrs = &cluster;
-  if (dims.cluster_x > 1) {
-    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    cluster.value.clusterDim = {dims.cluster_x, 1, 1};
-    config.numAttrs = 1;
+
+  LaunchConfig(const LaunchDims& dims, CUstream stream) {
+    config.gridDimX = dims.grid_x;
+    config.gridDimY = dims.grid_y;
+    config.gridDimZ = 1;
+    config.blockDimX = dims.block_x;
+    config.blockDimY = 1;
+    config.blockDimZ = 1;
+    config.sharedMemBytes = dims.dynamic_smem_bytes;
+    config.hStream = stream;
+    config.attrs = &cluster;
+    if (dims.cluster_x > 1) {
+      cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+      cluster.value.clusterDim = {dims.cluster_x, 1, 1};
+      config.numAttrs = 1;
+    }
   }
-  CU_RETURN_IF_ERROR(
-      driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr));
+  LaunchConfig(const LaunchConfig&) = delete;
+};
+
+}  // namespace
+
+ffi::ErrorOr<int> CountActiveClusters(const Driver& driver, CUkernel kernel,
+                                      const LaunchDims& dims) {
+  const LaunchConfig launch(dims, nullptr);
+  int num_clusters;
+  CU_RETURN_IF_ERROR(driver.cuOccupancyMaxActiveClusters(
+      &num_clusters, reinterpret_cast<CUfunction>(kernel), &launch.config));
+  return num_clusters;
+}
+
+ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,
+                        CUstream stream, void** params) {
+  const LaunchConfig launch(dims, stream);
+  CU_RETURN_IF_ERROR(driver.cuLaunchKernelEx(&launch.config, reinterpret_cast<CUfunction>(kernel),
+                                             params, nullptr));
   return ffi::Error::Success();
 }
 

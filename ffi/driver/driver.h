@@ -100,6 +100,8 @@ struct Driver {
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel kernel, CUdevice device);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function,
                                void** kernel_params, void** extra);
+  CUresult (*cuOccupancyMaxActiveClusters)(int* num_clusters, CUfunction function,
+                                           const CUlaunchConfig* config);
   CUresult (*cuMemsetD32Async)(CUdeviceptr destination, unsigned int value, size_t count,
                                CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap* tensor_map, CUtensorMapDataType type,
@@ -132,6 +134,10 @@ struct LaunchDims {
   unsigned int dynamic_smem_bytes;
   unsigned int cluster_x = 1;
 };
+
+// How many clusters of these dimensions the current device runs at a time, if it runs nothing else.
+ffi::ErrorOr<int> CountActiveClusters(const Driver& driver, CUkernel kernel,
+                                      const LaunchDims& dims);
 
 // Launches on `stream`. `params` holds one pointer per kernel parameter.
 ffi::Error LaunchKernel(const Driver& driver, CUkernel kernel, const LaunchDims& dims,

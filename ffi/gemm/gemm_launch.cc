@@ -1,7 +1,9 @@
 #include "gemm/gemm_launch.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstddef>
 
 #include "driver/tensor_map.h"
 #include "errors.h"
@@ -98,6 +100,32 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   return ffi::Error::Success();
 }
 
+// The clusters that run at a time, at most num_sms / cluster size. A GPC has places for whole
+// clusters only: a device of 132 multiprocessors may run 30 clusters of four. One more would begin
+// when others end, with as many tiles to compute as they had.
+ffi::ErrorOr<int64_t> MostClusters(const Driver& driver, const GemmConfig& config, CUkernel kernel,
+                                   const LaunchDims& dims) {
+  const int64_t most = config.num_sms / dims.cluster_x;
+  if (dims.cluster_x <= 2) return most;  // a GPC has pairs of multiprocessors
+  struct Found {
+    CUkernel kernel;
+    CUdevice device;
+    int num_clusters;
+  };
+  thread_local std::array<Found, 8> lately = {};
+  thread_local size_t oldest = 0;
+  FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(driver));
+  for (const Found& found : lately) {
+    if (found.kernel == kernel && found.device == device) {
+      return std::min<int64_t>(most, found.num_clusters);
+    }
+  }
+  FFI_ASSIGN_OR_RETURN(const int num_clusters, CountActiveClusters(driver, kernel, dims));
+  lately[oldest] = {kernel, device, std::max(1, num_clusters)};
+  oldest = (oldest + 1) % lately.size();
+  return std::clamp<int64_t>(num_clusters, 1, most);
+}
+
 }  // namespace
 
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
@@ -115,12 +143,13 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
   const int64_t num_walked = params.first_part + num_cut * config.num_consumers;
   LaunchDims dims = {};
-  dims.grid_x =
-      std::min(config.num_sms / cluster_size, CeilDiv(num_walked, cluster_size)) * cluster_size;
+  dims.grid_x = cluster_size;
   dims.grid_y = 1;
   dims.block_x = (config.num_consumers + 1) * 128;
   dims.dynamic_smem_bytes = DynamicSmemBytes(config);
   dims.cluster_x = cluster_size;
+  FFI_ASSIGN_OR_RETURN(const int64_t most_clusters, MostClusters(*driver, config, kernel, dims));
+  dims.grid_x = std::min(most_clusters, CeilDiv(num_walked, cluster_size)) * cluster_size;
   void* arguments[] = {&params};
   return LaunchKernel(*driver, kernel, dims, stream, arguments);
 }

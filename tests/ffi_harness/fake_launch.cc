@@ -80,6 +80,24 @@ int LaunchKernelEx(const LaunchConfig* config, void* function, void** kernel_par
   return kSuccess;
 }
 
+// Of four: as many as an H100 was seen to run.
+int OccupancyMaxActiveClusters(int* num_clusters, void* function, const LaunchConfig* config) {
+  FAKE_ENTER("cuOccupancyMaxActiveClusters");
+  const Kernel* kernel = FindKernel(function);
+  if (kernel == nullptr) {
+    return Refuse("cuOccupancyMaxActiveClusters: not a kernel", kInvalidHandle);
+  }
+  if (CurrentDevice() < 0) return kInvalidContext;
+  unsigned cluster;
+  const std::string fault = ReadCluster(*config, &cluster);
+  if (!fault.empty()) return Refuse(fault);
+  if (config->grid[0] % cluster != 0) {
+    return Refuse("cuOccupancyMaxActiveClusters: the grid must be whole clusters");
+  }
+  *num_clusters = cluster <= 2 ? 132 / cluster : 30;
+  return kSuccess;
+}
+
 int MemsetD32Async(unsigned long long address, unsigned value, size_t words, void* stream) {
   FAKE_ENTER("cuMemsetD32Async");
   if (CurrentDevice() < 0) return kInvalidContext;
@@ -121,6 +139,9 @@ int TensorMapEncodeTiled(void* destination, int type, uint32_t rank, void* addre
 
 void* LaunchFunction(const std::string& name) {
   if (name == "cuLaunchKernelEx") return reinterpret_cast<void*>(LaunchKernelEx);
+  if (name == "cuOccupancyMaxActiveClusters") {
+    return reinterpret_cast<void*>(OccupancyMaxActiveClusters);
+  }
   if (name == "cuMemsetD32Async") return reinterpret_cast<void*>(MemsetD32Async);
   if (name == "cuTensorMapEncodeTiled") return reinterpret_cast<void*>(TensorMapEncodeTiled);
   return nullptr;

@@ -119,7 +119,10 @@ def _gemm_grid(case: Case, m: int, n: int, g: int) -> int:
     can_cut = c["is_1d1d"] and c["grouping"] == 0 and cluster == 1
     if can_cut and rest * c["num_consumers"] <= c["num_sms"]:
         num_units += rest * (c["num_consumers"] - 1)
-    return min(c["num_sms"] // cluster, num_units) * cluster
+    most = c["num_sms"] // cluster
+    if cluster == 4:
+        most = min(most, 30)  # of the fake driver
+    return min(most, num_units) * cluster
 
 
 def _quantize(case: Case) -> dict:
