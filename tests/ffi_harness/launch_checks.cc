@@ -5,6 +5,7 @@
 
 #include "copy_rows/copy_rows_params.h"
 #include "gemm/gemm_launch.h"
+#include "quantize/quantize_config.h"
 #include "quantize/quantize_params.h"
 
 namespace harness {
@@ -92,16 +93,36 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(params.clears_rest == clears_rest, "clears_rest must follow the attributes");
 }
 
+// A random mode of one layout may stand in for that of another whose results have the same shapes,
+// as those of a square x have. Then the mode says which layout is stored, and not their names.
+void CheckLayouts(const Case& c, const QuantizeParams& params, Checker& check) {
+  const int mode = c.Get("mode");
+  const bool is_columns = mode == static_cast<int>(kColumn);
+  const bool is_blocks = mode == static_cast<int>(kBlockTransposed);
+  if (c.rets.size() > 2) {
+    check.RequirePointer(params.values, "values");
+    check.RequirePointer(params.scale, "scale");
+    check.RequirePointer(params.transposed, "transposed");
+    check.RequirePointer(params.transposed_scale, "transposed_scale");
+  } else if (is_columns || is_blocks) {
+    check.RequirePointer(params.transposed, c.rets[0].name);
+    check.RequirePointer(params.transposed_scale, c.rets[1].name);
+    check.Require(params.values == nullptr && params.scale == nullptr, "rows are not stored");
+  } else {
+    check.RequirePointer(params.values, c.rets[0].name);
+    check.RequirePointer(params.scale, c.rets[1].name);
+    check.Require(params.transposed == nullptr && params.transposed_scale == nullptr,
+                  "columns are not stored");
+  }
+}
+
 void CheckQuantize(const Case& c, const fake::Launch& launch, Checker& check) {
   QuantizeParams params;
   check.Require(Decode(launch, &params), "a quantiser has QuantizeParams");
   if (!check.fault().empty()) return;
   check.RequirePointer(params.x, c.Find("gate_up") ? "gate_up" : "x");
   check.RequirePointer(params.dh, "dh");
-  check.RequirePointer(params.values, "values");
-  check.RequirePointer(params.scale, "scale");
-  check.RequirePointer(params.transposed, "transposed");
-  check.RequirePointer(params.transposed_scale, "transposed_scale");
+  CheckLayouts(c, params, check);
   check.RequirePointer(params.group_sizes, "group_sizes");
   check.RequirePointer(params.first_row, "first_row");
   check.RequirePointer(params.x_scale, "x_scale");
