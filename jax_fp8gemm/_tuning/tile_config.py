@@ -161,7 +161,7 @@ CONFIGS: tuple[TileConfig, ...] = (
     TILE_192X128,
 )
 # For dense 1d2d products alone: widths that fill the last round of more shapes, and clusters that
-# read rhs from the L2 once for two CTAs.
+# read rhs, or lhs, from the L2 once for two or four CTAs.
 TILE_64X80 = TileConfig(
     block_m=64, block_n=80, sub_n=80, num_consumers=1, num_accums=2, num_stages=12, num_slabs=0
 )
@@ -180,16 +180,23 @@ TILE_128X160 = TileConfig(
 TILE_128X192 = TileConfig(
     block_m=128, block_n=192, sub_n=192, num_consumers=2, num_accums=1, num_stages=4, num_slabs=3
 )
+TILE_128X224 = TileConfig(
+    block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
+)
 CONFIGS_1D2D: tuple[TileConfig, ...] = (
     TILE_64X80,
     TILE_64X96,
     TILE_64X160,
     TILE_128X96,
     TILE_128X160,
+    TILE_128X192,
+    TILE_128X224,
     *(
         dataclasses.replace(config, cluster_m=2)
-        for config in (TILE_128X96, TILE_128X192, TILE_128X256, TILE_192X128)
+        for config in (TILE_128X96, TILE_128X192, TILE_128X224, TILE_128X256, TILE_192X128)
     ),
+    *(dataclasses.replace(config, cluster_m=4) for config in (TILE_128X192, TILE_128X256)),
+    dataclasses.replace(TILE_192X128, cluster_n=4),
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
 # for those of CONFIGS_1D2D. Tests and bench run them.

@@ -9,14 +9,14 @@ import pytest
 from benchmarks.tiles import parse_tile, tile_text
 from jax_fp8gemm._tuning import choose, dense_cost
 
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia_h200"
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 # The model may be off by this much; its purpose is to rank configs. Where bytes or launches decide
 # (small m), times are a few microseconds and the ramps at both ends a large part of them.
 @pytest.mark.parametrize(("smallest_m", "tolerance"), [(1024, 0.25), (8, 0.35)])
 def test_model_predicts_the_measured_times(smallest_m, tolerance):
-    rows = json.loads((RESULTS / "dense.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "nvidia_h200" / "dense.json").read_text())["rows"]
     rows = [row for row in rows if row["m"] >= smallest_m]
     assert len(rows) >= 10
     for row in rows:
@@ -27,16 +27,18 @@ def test_model_predicts_the_measured_times(smallest_m, tolerance):
 
 def test_choice_loses_little_on_shapes_drawn_at_random():
     """The time of the chosen config over that of the fastest of all that were timed."""
-    rows = json.loads((RESULTS / "tile_times.json").read_text())["rows"]
+    path = RESULTS / "nvidia_h100_80gb_hbm3" / "tile_times.json"
+    rows = json.loads(path.read_text())["rows"]
     regrets = []
     for row in rows:
         how = dict(is_1d1d=False, out_f32=False, accumulate=False)
         config = choose.choose(row["m"], row["n"], row["k"], **how)
         regrets.append(row["us"][tile_text(config)] / min(row["us"].values()))
     assert len(regrets) > 100
-    # 1.026 when the constants were fitted, 1.084 before. A choice by chance gives 1.40.
-    assert math.prod(regrets) ** (1 / len(regrets)) < 1.03
-    assert sorted(regrets)[-5] < 1.12
+    # 1.035. The constants were fitted to other shapes, on another device, where they gave 1.026.
+    # Without the widths and clusters that were added since: 1.046. A choice by chance gives 1.40.
+    assert math.prod(regrets) ** (1 / len(regrets)) < 1.04
+    assert sorted(regrets)[-5] < 1.18
 
 
 # Weight gradients in bf16, us in 128x128, 192x128 and 256x96: an H200, 2026-11-23, operands random.
