@@ -3,17 +3,21 @@
     python tests/ffi_harness/builder.py plain|asan|tsan|coverage   prints the folder of a variant
 
 All of ffi/ but module.cc is compiled into the harness itself, against the FFI headers of the
-installed jaxlib. What is up to date is not compiled again.
+installed jaxlib. What is up to date is not compiled again. Processes that build the same folder
+wait for each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,15 +115,26 @@ def compile_all(
         not objects[path].exists()
         or objects[path].stat().st_mtime < max(newest_header, path.stat().st_mtime)
     )
-    stale = [path for path in sources if is_stale(path)]
-    if stale:
-        prefix = _compile_prefix(folder, flags) if has_prefix else []
-        compile_one = lambda path: _run(["g++", *flags, *prefix, "-c", path, "-o", objects[path]])
-        # The longest first.
-        stale.sort(key=lambda path: path.stat().st_size, reverse=True)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, stale))
+    with _alone(folder):
+        stale = [path for path in sources if is_stale(path)]
+        if stale:
+            prefix = _compile_prefix(folder, flags) if has_prefix else []
+            compile_one = lambda path: _run(
+                ["g++", *flags, *prefix, "-c", path, "-o", objects[path]]
+            )
+            # The longest first.
+            stale.sort(key=lambda path: path.stat().st_size, reverse=True)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(compile_one, stale))
     return objects
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other processes from building in a folder."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def object_file(source: Path, folder: Path) -> Path:
@@ -138,8 +153,9 @@ def _compile_prefix(folder: Path, flags: list[str]) -> list:
 def link(target: Path, arguments: list, variant: str) -> None:
     inputs = [path for path in arguments if isinstance(path, Path)]
     newest = max(path.stat().st_mtime for path in inputs)
-    if not target.exists() or target.stat().st_mtime < newest:
-        _run(["g++", *VARIANTS[variant], *arguments, "-o", target])
+    with _alone(target.parent):
+        if not target.exists() or target.stat().st_mtime < newest:
+            _run(["g++", *VARIANTS[variant], *arguments, "-o", target])
 
 
 def _run(command: list) -> None:
