@@ -89,11 +89,20 @@ STACKS = (
 
 
 def fsdp_case(stack: Stack) -> Case:
-    """Our step beside the same with XLA's products in bf16. Figures are those of one GPU."""
+    """Our step beside the same with XLA's products in bf16. Figures are those of one GPU.
+
+    Where partial sums are in bf16, as XLA's are, also beside ours with weight gradients from
+    squares.
+    """
     s, num_devices = stack, local_mesh().size
     recipe = jax_fp8gemm.Recipe(reduce_dtype=s.sums)
     ours = functools.partial(jax_fp8gemm.matmul, recipe=recipe)
     mlp = functools.partial(gated_mlp, recipe=recipe) if s.loop == _GATED else mlp_of(s, ours)
+    peers = {"xla_bf16": lambda: fsdp_call(stack, mlp_of(s, jnp.matmul))}
+    if s.sums == "bf16":
+        square = dataclasses.replace(recipe, wgrad_lhs_block=(128, 128))
+        product = functools.partial(jax_fp8gemm.matmul, recipe=square)
+        peers["square_wgrad"] = lambda: fsdp_call(stack, mlp_of(s, product))
     # The shards of weights and moments, read and written once; tokens in, and what they shall be.
     num_bytes = 20 * s.num_weights // num_devices + 4 * s.tokens * s.hidden
     return Case(
@@ -110,7 +119,7 @@ def fsdp_case(stack: Stack) -> Case:
         work=Work(s.flop, num_bytes),
         config="",
         build=lambda: fsdp_call(stack, mlp),
-        peers={"xla_bf16": lambda: fsdp_call(stack, mlp_of(s, jnp.matmul))},
+        peers=peers,
     )
 
 

@@ -144,6 +144,17 @@ def test_layers_in_a_scan_train_as_in_bf16(two_devices, loop):
     assert gathered > weights if "gated" in loop else gathered == weights
 
 
+def test_weight_gradients_from_squares_are_measured_beside_bf16_sums(two_devices):
+    stack = fsdp.Stack("tiny", 2, hidden=256, inter=256, tokens=128, loop="scan", sums="bf16")
+    case = fsdp.fsdp_case(stack)
+    ours, square = case.build(), case.peers["square_wgrad"]()
+    losses = [[float(call.run()) for _ in range(2)] for call in (ours, square)]
+    assert losses[0][0] == losses[1][0]  # forward nothing differs
+    assert losses[0][1] != losses[1][1]
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=0.02)
+    assert "square_wgrad" not in fsdp.fsdp_case(dataclasses.replace(stack, sums="f32")).peers
+
+
 def test_a_scan_that_saves_products_holds_less(two_devices):
     scan = fsdp.Stack("tiny", 4, hidden=256, inter=256, tokens=512, loop="scan")
     saving = dataclasses.replace(scan, loop="scan, products saved")
