@@ -96,13 +96,10 @@ def fsdp_case(stack: Stack) -> Case:
     """
     s, num_devices = stack, local_mesh().size
     recipe = jax_fp8gemm.Recipe(reduce_dtype=s.sums)
-    ours = functools.partial(jax_fp8gemm.matmul, recipe=recipe)
-    mlp = functools.partial(gated_mlp, recipe=recipe) if s.loop == _GATED else mlp_of(s, ours)
     peers = {"xla_bf16": lambda: fsdp_call(stack, mlp_of(s, jnp.matmul))}
     if s.sums == "bf16":
         square = dataclasses.replace(recipe, wgrad_lhs_block=(128, 128))
-        product = functools.partial(jax_fp8gemm.matmul, recipe=square)
-        peers["square_wgrad"] = lambda: fsdp_call(stack, mlp_of(s, product))
+        peers["square_wgrad"] = lambda: fsdp_call(stack, _our_mlp(s, square))
     # The shards of weights and moments, read and written once; tokens in, and what they shall be.
     num_bytes = 20 * s.num_weights // num_devices + 4 * s.tokens * s.hidden
     return Case(
@@ -118,9 +115,15 @@ def fsdp_case(stack: Stack) -> Case:
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, num_bytes),
         config="",
-        build=lambda: fsdp_call(stack, mlp),
+        build=lambda: fsdp_call(stack, _our_mlp(s, recipe)),
         peers=peers,
     )
+
+
+def _our_mlp(stack: Stack, recipe: jax_fp8gemm.Recipe) -> ApplyMlp:
+    if stack.loop == _GATED:
+        return functools.partial(gated_mlp, recipe=recipe)
+    return mlp_of(stack, functools.partial(jax_fp8gemm.matmul, recipe=recipe))
 
 
 def mlp_of(stack: Stack, product: Product) -> ApplyMlp:

@@ -80,7 +80,7 @@ int LaunchKernelEx(const LaunchConfig* config, void* function, void** kernel_par
   return kSuccess;
 }
 
-// Of four: as many as an H100 was seen to run.
+// Of four, fewer than would fill the multiprocessors, as on an H100.
 int OccupancyMaxActiveClusters(int* num_clusters, void* function, const LaunchConfig* config) {
   FAKE_ENTER("cuOccupancyMaxActiveClusters");
   const Kernel* kernel = FindKernel(function);

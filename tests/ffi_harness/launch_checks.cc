@@ -97,14 +97,12 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
 // as those of a square x have. Then the mode says which layout is stored, and not their names.
 void CheckLayouts(const Case& c, const QuantizeParams& params, Checker& check) {
   const int mode = c.Get("mode");
-  const bool is_columns = mode == static_cast<int>(kColumn);
-  const bool is_blocks = mode == static_cast<int>(kBlockTransposed);
   if (c.rets.size() > 2) {
     check.RequirePointer(params.values, "values");
     check.RequirePointer(params.scale, "scale");
     check.RequirePointer(params.transposed, "transposed");
     check.RequirePointer(params.transposed_scale, "transposed_scale");
-  } else if (is_columns || is_blocks) {
+  } else if (mode == kColumn || mode == kBlockTransposed) {
     check.RequirePointer(params.transposed, c.rets[0].name);
     check.RequirePointer(params.transposed_scale, c.rets[1].name);
     check.Require(params.values == nullptr && params.scale == nullptr, "rows are not stored");
