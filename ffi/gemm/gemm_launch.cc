@@ -26,17 +26,18 @@ int64_t ChooseRaster(const GemmConfig& config, int64_t m, int64_t num_units_m,
   const bool is_last_row_short = m % unit_rows != 0 && num_units_m > 2;
   if (!is_last_row_short || num_units_m * num_units_n <= num_clusters) return raster;
   // A short last row of units takes less time. As a band of its own it comes last, and fills the
-  // end of the last wave with small pieces; so the height of the other bands divides their rows.
+  // end of the last wave with small pieces; so the height of the other bands divides their rows,
+  // where a divisor is near that of a square.
   const auto distance = [&](int64_t r) { return std::max(r / height, height / r); };
   const int64_t num_full_rows = num_units_m - 1;
-  raster = 1;
+  int64_t best = 1;
   for (int64_t d = 1; d * d <= num_full_rows; ++d) {
     if (num_full_rows % d != 0) continue;
     for (int64_t divisor : {d, num_full_rows / d}) {
-      if (distance(divisor) < distance(raster)) raster = divisor;
+      if (distance(divisor) < distance(best)) best = divisor;
     }
   }
-  return raster;
+  return distance(best) <= 1.5 ? best : raster;
 }
 
 // Tiles of the last, incomplete round that the kernel cuts into their consumers' parts.
