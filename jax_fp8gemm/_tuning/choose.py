@@ -24,7 +24,6 @@ _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (64, 24576, 1536, False): tile_config.TILE_64X64,
     (128, 7168, 16384, False): tile_config.TILE_64X128,  # 41.5 us, 128x64 44.4
     (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,
-    (4096, 576, 7168, False): tile_config.TILE_192X128,  # 32.3 us, 128x160 34.4
 }
 
 override: Forced[TileConfig] = Forced()  # the config of every product within a context

@@ -17,6 +17,7 @@ from jax_fp8gemm._tuning.tile_config import TileConfig
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.71  # launch, first loads, drain
+_CLUSTER_LAUNCH_US = 0.8  # clusters begin and end together
 _ROUND_US = 0.251  # wait for the slowest tile of a round
 _NOT_HIDDEN = 0.214  # of two things that overlap, the part of the shorter that adds to the longer
 _DRAM_BYTES_PER_US = 3.9e6
@@ -62,7 +63,8 @@ def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms
     rounds = _rounds(c, m, num_m, num_n, num_sms)
     computing = rounds * clocks / _CLOCK_MHZ
     moving = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
-    return _overlap(computing, moving) + rounds * _ROUND_US + _LAUNCH_US
+    launch = _LAUNCH_US + (_CLUSTER_LAUNCH_US if c.cluster_m * c.cluster_n > 1 else 0)
+    return _overlap(computing, moving) + rounds * _ROUND_US + launch
 
 
 def _rounds(c: TileConfig, m: int, num_m: int, num_n: int, num_sms: int) -> float:

@@ -175,7 +175,7 @@ TILE_128X96 = TileConfig(
     block_m=128, block_n=96, sub_n=96, num_consumers=2, num_accums=2, num_stages=6, num_slabs=3
 )
 TILE_128X160 = TileConfig(
-    block_m=128, block_n=160, sub_n=160, num_consumers=2, num_accums=1, num_stages=3, num_slabs=5
+    block_m=128, block_n=160, sub_n=160, num_consumers=2, num_accums=1, num_stages=5, num_slabs=1
 )
 TILE_128X192 = TileConfig(
     block_m=128, block_n=192, sub_n=192, num_consumers=2, num_accums=1, num_stages=4, num_slabs=3
@@ -196,7 +196,7 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
         for config in (TILE_128X96, TILE_128X192, TILE_128X224, TILE_128X256, TILE_192X128)
     ),
     *(dataclasses.replace(config, cluster_m=4) for config in (TILE_128X192, TILE_128X256)),
-    dataclasses.replace(TILE_192X128, cluster_n=4),
+    *(dataclasses.replace(config, cluster_n=4) for config in (TILE_128X96, TILE_192X128)),
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
 # for those of CONFIGS_1D2D. Tests and bench run them.
