@@ -6,6 +6,7 @@ is done is remembered in the folder of the results, so that a piece may be run a
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -14,8 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks import own_process
 from benchmarks.suite_steps import PIECES, Step, smoke_piece
 
+# Without one of them an hour of a GPU gives files that nobody can use.
+PEER_MODULES = ("deep_gemm", "tokamax", "torch")
 _CLOSING_SECONDS = 5  # to end a process, of what is left
 
 
@@ -27,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     add("--state", default="build/suite", help="folder of what is done, and of the logs")
     add("--seconds", type=float, default=540, help="how long the piece may take")
     add("--again", action="store_true", help="also the steps that are done")
+    add("--without-peers", action="store_true", help="also where a peer's package is missing")
     add("--in-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     steps = PIECES.get(arguments.piece) or smoke_piece(is_dry=arguments.piece == "dry")
@@ -36,6 +41,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.again:
         state.forget(steps)
+    missing = [name for name in PEER_MODULES if importlib.util.find_spec(name) is None]
+    if missing and arguments.piece in PIECES and not arguments.without_peers:
+        print(
+            f"suite: the peers' packages must be installed; missing: {', '.join(missing)}. "
+            "docs/benchmarks.md says how, or give --without-peers to leave their columns empty."
+        )
+        return 1
     return supervise(arguments, steps, state)
 
 
@@ -71,8 +83,8 @@ class State:
 def supervise(arguments: argparse.Namespace, steps: Sequence[Step], state: State) -> int:
     """Starts the process until every step has a status or the time is over."""
     end = time.monotonic() + arguments.seconds
-    command = [sys.executable, "-m", "benchmarks", "suite", "--in-process"]
-    command += ["--piece", arguments.piece, "--out", arguments.out, "--state", arguments.state]
+    options = ["--piece", arguments.piece, "--out", arguments.out, "--state", arguments.state]
+    command = own_process.command("suite", "--in-process", *options)
     while any(state.get(step)[0] == "" for step in steps):
         left = end - time.monotonic() - _CLOSING_SECONDS
         if left <= 0:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks import own_process
 from benchmarks.case import Case
 from benchmarks.families.all_cases import cases_of
 from benchmarks.shapes import row_shapes
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         first, step = map(int, arguments.share.split("/"))
         return compile_share(arguments.tables, first, step)
     start = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks", "warm-deepgemm", *arguments.tables]
+    command = own_process.command("warm-deepgemm", *arguments.tables)
     shares = [f"{i}/{arguments.jobs}" for i in range(arguments.jobs)]
     processes = [subprocess.Popen([*command, "--share", share]) for share in shares]
     num_failed = sum(process.wait() != 0 for process in processes)

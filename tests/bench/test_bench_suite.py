@@ -1,11 +1,12 @@
 """The suite of benchmarks: its steps, what it remembers, and that every kind of step runs."""
 
 import json
+import types
 
 import pytest
 
 import benchmarks
-from benchmarks import options, suite, warm_deepgemm
+from benchmarks import options, own_process, suite, warm_deepgemm
 from benchmarks.case import Case
 from benchmarks.options import MESH
 from benchmarks.problem import Shape, Work
@@ -50,6 +51,24 @@ def test_every_kind_of_step_runs(step, tmp_path):
     (file,) = tmp_path.glob("*/*.json")
     content = json.loads(file.read_text())
     assert content["rows"] and content["dry_run"] and not content["failed_rows"]
+
+
+def test_a_missing_peer_ends_the_suite_before_it_takes_time(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(suite, "supervise", lambda *_: started.append(1) or 0)
+    monkeypatch.setattr(suite, "PEER_MODULES", ("json", "no_such_peer"))
+    options = ["--state", str(tmp_path)]
+    assert suite.main(["--piece", "1", *options]) == 1
+    assert "missing: no_such_peer" in capsys.readouterr().out and not started
+    assert suite.main(["--piece", "1", "--without-peers", *options]) == 0
+    assert suite.main(["--piece", "dry", *options]) == 0 and len(started) == 2
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_processes_of_the_program_leave_out_the_directory_that_it_leaves_out(is_safe, monkeypatch):
+    monkeypatch.setattr(own_process.sys, "flags", types.SimpleNamespace(safe_path=is_safe))
+    command = own_process.command("suite", "--piece", "1")
+    assert command[1:] == [*["-P"] * is_safe, "-m", "benchmarks", "suite", "--piece", "1"]
 
 
 def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
