@@ -39,6 +39,14 @@ def make_mesh(text):
     return jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
 
 
+def light(text):
+    """Returns the weight of a loss, above 0 and below 1."""
+    weight = float(text)
+    if not 0 < weight < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1; got {text}")
+    return weight
+
+
 def make_recipe(args):
     """Returns the recipe of the options."""
     recipe = RECIPES[args.recipe]
@@ -59,6 +67,7 @@ def add_options(parser):
     add("--batch", type=int, help="sequences of a step")
     add("--length", type=int, help="tokens of a sequence")
     add("--attention", choices=("xla", "cudnn"), help="cudnn is faster, for GPUs")
+    add("--light", type=light, help="documents, every other of which counts so little, as 1e-6")
     add("--ragged-dot", choices=("lax", "tokamax"), default="lax", help="in bf16, by expert")
     add("--micro-batches", type=int, default=1, help="parts of a batch, one after another")
     each = "quantise weights in each part of a batch, not once a step: the same bits"

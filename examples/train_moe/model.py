@@ -16,6 +16,7 @@ from jax_fp8gemm import nnx as fp8
 from jax_fp8gemm.moe.configs import MoEConfig
 
 VOCAB, HEAD_DIM = 256, 64  # tokens are bytes
+DOCUMENT = 64  # tokens of a document, where `light` makes documents
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Size:
       experts, top_k, f: experts of a layer, how many a token takes, the width of each.
       rate: the peak learning rate.
       attention: the implementation of jax.nn.dot_product_attention, "xla" or "cudnn".
+      light: 0: a sequence is one text. Else it is cut into documents of DOCUMENT tokens that do not
+        attend to each other. Every other document has token ids and a head of its own, and its
+        loss counts this little.
     """
 
     dim: int
@@ -38,6 +42,12 @@ class Size:
     batch: int
     rate: float
     attention: str = "xla"
+    light: float = 0.0
+
+    @property
+    def vocab(self) -> int:
+        """The token ids."""
+        return VOCAB * (2 if self.light else 1)
 
     def config(self) -> MoEConfig:
         """Returns the block: sigmoid scores, a bias that balances, and one shared expert."""
@@ -69,13 +79,17 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q, k, v, implementation):
+def attend(q, k, v, size: Size):
     """Returns causal attention. By XLA it has the same bits in every run, but much to write.
 
     Its backward pass computes it again.
     """
+    implementation, mask = size.attention, None
+    if size.light:
+        document = jnp.arange(q.shape[1]) // DOCUMENT
+        mask = (document[:, None] == document)[None, None]
     run = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+        jax.nn.dot_product_attention, mask=mask, is_causal=True, implementation=implementation
     )
     return (jax.checkpoint(run) if implementation == "xla" else run)(q, k, v)
 
@@ -88,7 +102,7 @@ class Block(nnx.Module):
         how = dict(dtype=jnp.bfloat16, rngs=rngs)
         linear = functools.partial(linear, use_bias=False, **how)
         norm = functools.partial(nnx.RMSNorm, size.dim, dtype=jnp.bfloat16, rngs=rngs)
-        self.attention = size.attention
+        self.size = size
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.qkv, self.out = linear(size.dim, 3 * size.dim), linear(size.dim, size.dim)
         if is_dense:
@@ -105,12 +119,14 @@ class Block(nnx.Module):
         """Returns x after the block, and the load and loss of balance of its experts, or None."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], -1, HEAD_DIM), 3, axis=2)
-        heads = attend(rotate(q), rotate(k), v, self.attention)
+        heads = attend(rotate(q), rotate(k), v, self.size)
         x = x + self.out(heads.reshape(x.shape))
         h = self.mlp_norm(x)
         if isinstance(self.mlp, fp8.MoE):
             out, load = self.mlp(h, return_load=True)
-            logits = jnp.matmul(h.astype(jnp.float32), self.mlp.router[...])
+            # The loss of balance counts all tokens alike, so it must not move light ones.
+            seen = jax.lax.stop_gradient(h) if self.size.light else h
+            logits = jnp.matmul(seen.astype(jnp.float32), self.mlp.router[...])
             return x + out, (load, moe.load_balancing_loss(logits, load, scoring="sigmoid"))
         return x + self.mlp(h), None
 
@@ -143,9 +159,9 @@ class LanguageModel(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
         # As large as what a block adds. With smaller values all tokens would look alike behind the
         # first attention, which begins as a mean of tokens, and would choose the same experts.
-        self.embed = linear(VOCAB, size.dim, kernel_init=jax.nn.initializers.normal(1.0))
-        # The first loss is little more than log(VOCAB).
-        self.head = linear(size.dim, VOCAB, kernel_init=jax.nn.initializers.normal(0.02))
+        self.embed = linear(size.vocab, size.dim, kernel_init=jax.nn.initializers.normal(1.0))
+        # The first loss is little more than the logarithm of the vocabulary.
+        self.head = linear(size.dim, size.vocab, kernel_init=jax.nn.initializers.normal(0.02))
         blocks = [Block(size, i == 0, recipe, mesh, rngs) for i in range(size.layers)]
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(size.dim, dtype=jnp.bfloat16, rngs=rngs)
@@ -153,7 +169,7 @@ class LanguageModel(nnx.Module):
 
     def __call__(self, tokens):
         # Not a look-up: on a GPU its gradient is added in an order that changes from run to run.
-        x, found = self.embed(jax.nn.one_hot(tokens, VOCAB)), []
+        x, found = self.embed(jax.nn.one_hot(tokens, self.embed.in_features)), []
         for block in self.blocks:
             x, of_experts = block(x)
             found += [] if of_experts is None else [of_experts]
@@ -170,4 +186,4 @@ def count(size: Size, params: Any) -> tuple[int, int, float]:
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     idle = 3 * size.dim * size.f * (size.experts - size.top_k) * (size.layers - 1)
     attention = 6 * size.layers * size.dim * size.length
-    return total, total - idle, 6.0 * (total - idle - VOCAB * size.dim) + attention
+    return total, total - idle, 6.0 * (total - idle - size.vocab * size.dim) + attention

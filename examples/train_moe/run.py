@@ -32,6 +32,7 @@ class Options:
     batch: int | None = None
     length: int | None = None
     attention: str | None = None
+    light: float | None = None  # see Size
     micro_batches: int = 1
     quantizes_once: bool = True
     data: pathlib.Path | None = None
@@ -48,7 +49,8 @@ class Options:
     @property
     def sizes(self):
         """The Size, with what was asked for in place of its own."""
-        asked = dict(batch=self.batch, length=self.length, attention=self.attention)
+        names = "batch", "length", "attention", "light"
+        asked = {name: getattr(self, name) for name in names}
         return replace(SIZES[self.size], **{k: v for k, v in asked.items() if v is not None})
 
     def identity(self, text: Text) -> dict:
@@ -61,6 +63,7 @@ class Options:
             batch=sizes.batch,
             length=sizes.length,
             micro_batches=self.micro_batches,
+            light=sizes.light,
             text=text.checksum,
         )
 
