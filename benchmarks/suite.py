@@ -39,8 +39,6 @@ def main(argv: Sequence[str]) -> int:
     if arguments.in_process:
         run_steps(steps, state, arguments.out)
         return 0
-    if arguments.again:
-        state.forget(steps)
     missing = [name for name in PEER_MODULES if importlib.util.find_spec(name) is None]
     if missing and arguments.piece in PIECES and not arguments.without_peers:
         print(
@@ -48,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
             "docs/benchmarks.md says how, or give --without-peers to leave their columns empty."
         )
         return 1
+    if arguments.again:
+        state.forget(steps)
     return supervise(arguments, steps, state)
 
 

@@ -58,8 +58,11 @@ def test_a_missing_peer_ends_the_suite_before_it_takes_time(tmp_path, monkeypatc
     monkeypatch.setattr(suite, "supervise", lambda *_: started.append(1) or 0)
     monkeypatch.setattr(suite, "PEER_MODULES", ("json", "no_such_peer"))
     options = ["--state", str(tmp_path)]
-    assert suite.main(["--piece", "1", *options]) == 1
+    step = PIECES["1"][0]
+    suite.State(tmp_path).set(step, "done", 3.0)
+    assert suite.main(["--piece", "1", "--again", *options]) == 1
     assert "missing: no_such_peer" in capsys.readouterr().out and not started
+    assert suite.State(tmp_path).get(step) == ("done", 3.0)
     assert suite.main(["--piece", "1", "--without-peers", *options]) == 0
     assert suite.main(["--piece", "dry", *options]) == 0 and len(started) == 2
 
