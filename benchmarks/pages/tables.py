@@ -29,7 +29,6 @@ ONE_GPU = (
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
 ALL_GPUS = ("fsdp", "h100_fsdp", "h100_expert_parallel", "h100_expert_parallel_exchanges")
-OTHER_GPUS = ("h100_moe",)
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 
@@ -137,7 +136,7 @@ def regret_table() -> str:
 def files_table() -> str:
     """Where each file is from."""
     lines = []
-    for table in (*ONE_GPU, *ALL_GPUS, *OTHER_GPUS):
+    for table in (*ONE_GPU, *ALL_GPUS):
         if (document := load(table)) is not None:
             name = table if table in ONE_GPU else file_of(table).relative_to(ROOT).with_suffix("")
             file = f"`{name}.json`"
