@@ -93,12 +93,15 @@ def experts_of_few(x, logits, w_gate_up, w_down, **routing):
     weights = jnp.sum(chosen * weights[:, :, None], axis=1)  # (t, experts)
     order = jnp.argsort(~chosen.any(axis=1), axis=0, stable=True).T  # (experts, t)
     sizes = chosen.sum(axis=(0, 1))
+    # An expert has so many rows on average. The kernels' tiles are chosen for them.
+    expected_rows = -(-indices.size // logits.shape[1])
+    how = dict(out_dtype=x.dtype, expected_rows=expected_rows)
     # What the other rows of gate_up hold is never read.
-    how = dict(out_dtype=x.dtype, unused_rows="undefined")
-    gate_up = scaled_ragged_dot(quantize(x[order]), w_gate_up.T, sizes, **how)
+    rows = quantize(x[order])
+    gate_up = scaled_ragged_dot(rows, w_gate_up.T, sizes, unused_rows="undefined", **how)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     h = quantize(jax.nn.silu(gate) * up)
-    out = scaled_ragged_dot(h, w_down.T, sizes, out_dtype=x.dtype)
+    out = scaled_ragged_dot(h, w_down.T, sizes, **how)
     # Each token's rows, in the order of experts: a sum in a fixed order.
     places = jnp.argsort(order, axis=1)
     rows = jnp.take_along_axis(out.astype(jnp.float32), places[:, :, None], axis=1)

@@ -21,9 +21,9 @@ def poison(monkeypatch):
         return jnp.where(is_used[..., None], out, jnp.array(jnp.nan, out.dtype))
 
     def products(function):
-        def run(*operands, out_dtype, unused_rows):
-            (out,) = function(*operands, out_dtype=out_dtype, unused_rows=unused_rows)
-            if unused_rows == "zero":
+        def run(*operands, **params):
+            (out,) = function(*operands, **params)
+            if params["unused_rows"] == "zero":
                 return [out]
             *_, sizes, first_row = operands
             if out.ndim == 3:

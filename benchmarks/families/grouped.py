@@ -19,6 +19,7 @@ from benchmarks.data import (
 )
 from benchmarks.families.grouped_problem import (
     draw_sizes,
+    expected_rows,
     masked_rows,
     ragged_work,
     sizes_of,
@@ -73,11 +74,13 @@ def _ragged(shape: GroupedShape) -> Case:
 def _masked(shape: GroupedShape) -> Case:
     sizes, max_m = sizes_of(shape), masked_rows(shape.m)
     rows, n, k = int(sizes.sum()), shape.n or 0, shape.k
+    expected = expected_rows(shape.m)
 
     def build(unused_rows: UnusedRows = "zero") -> Call:
         lhs = normal(shape.groups * max_m, k, seed=0).reshape(shape.groups, max_m, k)
         operands = (quantize_rows(lhs), _weights(shape), jnp.asarray(sizes))
-        return gemm_call(functools.partial(_ragged_dot, unused_rows=unused_rows), operands)
+        how = dict(unused_rows=unused_rows, expected_rows=expected)
+        return gemm_call(functools.partial(_ragged_dot, **how), operands)
 
     undefined = functools.partial(build, "undefined")
 
@@ -86,7 +89,7 @@ def _masked(shape: GroupedShape) -> Case:
         labels=labels,
         shape=shape,
         work=ragged_work(shape, rows),
-        config=_config_text(shape.groups * max_m, n, k, shape.groups),
+        config=_config_text(shape.groups * min(expected, max_m), n, k, shape.groups),
         build=build,
         peers={"unused_undefined": undefined} | masked_peers(shape, sizes, max_m),
         tiles=tile_config.GROUPED_CONFIGS[tile_config.GROUPED_ROWS],

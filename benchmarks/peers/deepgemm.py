@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.families.grouped_problem import expected_rows
 from benchmarks.peers import AbsentError
 from benchmarks.peers.torch_dense import load_torch, torch_fp8
 from benchmarks.problem import GroupedShape, Shape
@@ -65,9 +66,9 @@ def deepgemm_masked(shape: GroupedShape, sizes: np.ndarray, max_m: int) -> Call:
     rhs = _weights(torch, shape)
     out = torch.empty(groups, max_m, shape.n, dtype=torch.bfloat16, device="cuda")
     masked_m = torch.from_numpy(sizes).to("cuda")
-    expected = int(1.2 * shape.m)  # what its own benchmark says of such groups
     multiply = deep_gemm.m_grouped_fp8_gemm_nt_masked
-    return Call(lambda: multiply(lhs, rhs, out, masked_m, expected, **_F32_SCALES), queue, _KERNEL)
+    operands = lhs, rhs, out, masked_m, expected_rows(shape.m)
+    return Call(lambda: multiply(*operands, **_F32_SCALES), queue, _KERNEL)
 
 
 def deepgemm_ragged_wgrad(shape: GroupedShape, sizes: np.ndarray, accumulate: bool) -> Call:

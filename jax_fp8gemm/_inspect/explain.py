@@ -15,6 +15,7 @@ from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
 from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
+from jax_fp8gemm._primitives.grouped_gemm import rows_of_tiles
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
 from jax_fp8gemm._tuning import choose, cost
@@ -37,7 +38,8 @@ class Explanation:
     - config: the tile config of a product on a GPU with 132 SMs; None for a quantisation.
     - bytes: of operands and results of one run.
     - flop: of one run; 0 for a quantisation. The rows of a grouped product count as if each were
-      in a group, and the tokens of a grouped weight gradient with the zeros that fill blocks.
+      in a group, or as its expected_rows says. The tokens of a grouped weight gradient count with
+      the zeros that fill blocks.
     - time_us: the predicted time of one run on an H200.
 
     Attributes:
@@ -163,7 +165,7 @@ def _exchanged(m: int, n: int, spec: dict[str, bool]) -> tuple[int, int]:
 
 def _grouped_gemm(operands: list[Any], params: dict[str, Any]):
     (*rows, k), (g, n, _) = operands[0].shape, operands[2].shape
-    m = math.prod(rows)
+    m = rows_of_tiles(*rows, expected_rows=params["expected_rows"])
     spec = _spec(params, is_1d1d=False, accumulate=False)
     return _grouped(m, n, k, g, 2 * m * n * k, spec)
 

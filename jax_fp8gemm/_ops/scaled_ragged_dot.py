@@ -27,6 +27,7 @@ def scaled_ragged_dot(
     group_sizes: Int[Array, " g"],
     *,
     unused_rows: UnusedRows = "zero",
+    expected_rows: int | None = None,
     out_dtype: Any = jnp.bfloat16,
     implementation: Implementation = None,
 ) -> Float[Array, "m n"] | Float[Array, "g max_m n"]:
@@ -45,6 +46,9 @@ def scaled_ragged_dot(
         masked form alone: anything, also NaN and other values in each run. Nothing is then written
         there, which saves g * max_m * n elements of memory traffic. For callers that never read
         these rows.
+      expected_rows: of the masked form alone, the rows that a group has on average. The kernel's
+        tiles are chosen for it, and no bit depends on it. None, or more than max_m: max_m. Where
+        few groups have far fewer rows, tiles for those occupy more multiprocessors.
       out_dtype: bfloat16 or float32.
       implementation: as for scaled_matmul.
     Returns:
@@ -52,7 +56,8 @@ def scaled_ragged_dot(
       whatever lhs holds there. Explicit mesh axes cut it like lhs in m and rhs in n. The sum runs
       over the axes that cut k and, with lhs (m, k), over those that cut g.
     Raises:
-      ValueError: shapes, blocks or scales disagree, or implementation or unused_rows is wrong.
+      ValueError: shapes, blocks or scales disagree, or implementation, unused_rows or
+        expected_rows is wrong.
       TypeError: a dtype is wrong.
       RuntimeError: implementation="cuda", and the kernel cannot run.
     """
@@ -82,7 +87,27 @@ def scaled_ragged_dot(
             f"{op}: unused_rows='undefined' must go with lhs (g, max_m, k); "
             f"got lhs {checks.short_type(lhs)}, whose rows of no group are always zero"
         )
+    expected_rows = _as_expected_rows(op, expected_rows, lhs)
     shape = *lhs.shape[:-1], rhs.shape[1]
     out_dtype = check_result(op, shape, out_dtype, implementation)
     how: dict[str, Any] = dict(implementation=implementation, unused_rows=unused_rows)
+    how |= dict(expected_rows=expected_rows)
     return grouped_gemm(lhs, without_twin(rhs), *Groups.of_sizes(group_sizes), out_dtype, **how)
+
+
+def _as_expected_rows(op: str, expected_rows: Any, lhs: ScaledArray) -> int | None:
+    """Returns it as an int; raises ValueError where it is wrong."""
+    if expected_rows is None:
+        return None
+    number = checks.as_index(expected_rows)
+    if number is None or number < 1:
+        raise ValueError(
+            f"{op}: expected_rows must be None or an integer of at least 1, known when the call is "
+            f"traced; got {checks.short_repr(expected_rows)}"
+        )
+    if lhs.ndim == 2:
+        raise ValueError(
+            f"{op}: expected_rows must go with lhs (g, max_m, k); got lhs "
+            f"{checks.short_type(lhs)}, whose groups have m / g rows on average"
+        )
+    return number

@@ -48,6 +48,7 @@ def grouped_gemm(
     reduce_dtype: Any = jnp.float32,
     out_spec: PartitionSpec | None = None,
     unused_rows: UnusedRows = "zero",
+    expected_rows: int | None = None,
 ) -> jax.Array:
     """Multiplies groups of rows by their matrices: scaled_ragged_dot without the checks.
 
@@ -63,6 +64,7 @@ def grouped_gemm(
       unused_rows: what the rows of no group hold: zeros, or anything, for which nothing is written.
         A caller of the latter selects the rows that it reads. It never multiplies others by zero,
         because they may hold NaN.
+      expected_rows: of the masked form, the rows of a group that tiles are chosen for. None: max_m.
     Returns:
       (m, n) or (g, max_m, n) array of out_dtype.
     """
@@ -70,13 +72,32 @@ def grouped_gemm(
     operands = (*values_and_scale(lhs), *values_and_scale(rhs), sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
     dtypes = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
-    params = dict(**dtypes, unused_rows=unused_rows)
+    params = dict(**dtypes, unused_rows=unused_rows, expected_rows=expected_rows)
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
     return grouped_gemm_p(*operands, twins=twins_of_rhs(rhs), **how, **params)[0]
 
 
-def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, unused_rows):
+def rows_of_tiles(*rows: int, expected_rows: int | None) -> int:
+    """Returns the rows of all groups that tiles are chosen for, of lhs (*rows, k)."""
+    if len(rows) == 1 or expected_rows is None:
+        return math.prod(rows)
+    g, max_m = rows
+    return g * min(expected_rows, max_m)
+
+
+def _shape_rule(
+    lhs,
+    lhs_scale,
+    rhs,
+    rhs_scale,
+    group_sizes,
+    first_row,
+    *,
+    out_dtype,
+    unused_rows,
+    expected_rows,
+):
     op = "grouped_gemm"
     checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
     checks.check_scaled(op, "lhs", lhs, lhs_scale, (1, _BLOCK))
@@ -86,7 +107,7 @@ def _shape_rule(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_d
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
-def _reference(*operands, out_dtype, unused_rows):
+def _reference(*operands, out_dtype, unused_rows, expected_rows):
     return _tile_by_tile(reference, *operands, out_dtype=out_dtype)
 
 
@@ -125,12 +146,23 @@ def _tile_by_tile(multiply, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_r
     return [out[:m].astype(out_dtype)]
 
 
-def _emulation(*operands, out_dtype, unused_rows):
+def _emulation(*operands, out_dtype, unused_rows, expected_rows):
     (out,) = _tile_by_tile(product.multiply, *operands, out_dtype=jnp.dtype(jnp.float32))
     return [product.finish(f32.to_bits(out), [], out_dtype)]
 
 
-def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dtype, unused_rows):
+def _ffi_call(
+    lhs,
+    lhs_scale,
+    rhs,
+    rhs_scale,
+    group_sizes,
+    first_row,
+    *,
+    out_dtype,
+    unused_rows,
+    expected_rows,
+):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
     if 0 in (*batch, n, k):
@@ -143,7 +175,8 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
     spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
     num_sms = extension.num_sms()
-    config = choose.choose(m, n, k, g, **spec, num_sms=num_sms).attributes(
+    expected = rows_of_tiles(*batch, expected_rows=expected_rows)
+    config = choose.choose(expected, n, k, g, **spec, num_sms=num_sms).attributes(
         **spec,
         **tile_config.formats(lhs, rhs),
         num_sms=num_sms,
@@ -170,7 +203,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_row, *, out_dty
     return [out[:, :n].reshape(*batch, n)]
 
 
-def _partition_rule(lhs, *_, out_dtype, unused_rows) -> PartitionRule:
+def _partition_rule(lhs, *_, out_dtype, unused_rows, expected_rows) -> PartitionRule:
     blocks = {"k": _BLOCK, "n": _BLOCK}
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
@@ -181,7 +214,7 @@ def _partition_rule(lhs, *_, out_dtype, unused_rows) -> PartitionRule:
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
 
-def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_rows):
+def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_rows, expected_rows):
     """Multiplies the rows of a device by the matrices on it, and skips rows of other groups."""
     *matrices, group_sizes, first_row = operands
     m, g = operands[0].shape[-2], operands[2].shape[0]
@@ -196,7 +229,8 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_r
         if shards.count("g") > 1:  # rows of other devices' groups are added
             unused_rows = "zero"
     dtype = reduce_dtype if shards.is_summed else out_dtype
-    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, unused_rows=unused_rows)
+    how = dict(out_dtype=dtype, unused_rows=unused_rows, expected_rows=expected_rows)
+    (out,) = run(*matrices, sizes, first_row, **how)
     return [shards.reduce(out).astype(out_dtype)]
 
 
