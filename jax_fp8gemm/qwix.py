@@ -126,7 +126,7 @@ class Provider(qwix.QuantizationProvider):
         (make,) = super().get_interceptors()
 
         def make_for_thread() -> Any:
-            name = f"provider_{id(self)}_{threading.get_ident()}"
+            name = self._scope_name()
             scope = vars(_thread).setdefault(name, _Scope(self))
             interceptor = make()
             mapping = {**interceptor.mapping, f"{__name__}._thread.{name}.replaced": None}
@@ -134,11 +134,15 @@ class Provider(qwix.QuantizationProvider):
 
         return [make_for_thread]
 
+    def _scope_name(self) -> str:
+        return f"provider_{id(self)}_{threading.get_ident()}"
+
     def _runner(self, op_name: str, *operands: Any) -> ProductRunner:
         """Returns how the calling module runs this product."""
         rule, _ = self._get_current_rule_and_op_id(op_name, only_rule=True)
         recipe: Recipe | None = getattr(rule, "recipe", None)
-        if _is_called_by_this_package():
+        scope: _Scope = vars(_thread)[self._scope_name()]
+        if scope.is_in_this_package():
             recipe = None
         is_mapped = sum(isinstance(x, _BatchTracer) for x in operands) > 1
         shapes = frozenset() if recipe is None else _parameter_shapes(get_current_module())
@@ -194,6 +198,7 @@ class _Scope:
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
         self._entered: Any = None
+        self._num_frames = 0  # of this package, around the model
 
     @property
     def replaced(self) -> None:
@@ -202,28 +207,33 @@ class _Scope:
     @replaced.setter
     def replaced(self, function: Any) -> None:
         if function is not None:
+            self._num_frames = _count_frames()
             self._entered = _provider(self._provider)
             self._entered.__enter__()
         else:
             self._entered.__exit__(None, None, None)
+
+    def is_in_this_package(self) -> bool:
+        """Returns whether a function of this package runs, which the model called.
+
+        Such a function has a recipe of its own. It may also be the reference, as JAX compiles it.
+        Functions that run the model, such as `explain`, do not count.
+        """
+        return _count_frames() > self._num_frames
 
 
 # Of each thread, its scopes: two threads may run one model at a time.
 _thread = threading.local()
 
 
-def _is_called_by_this_package() -> bool:
-    """Returns whether a function of this package calls, from inside a model.
-
-    Such a function has a recipe of its own. It may also be the reference, as JAX compiles it.
-    """
-    frame = sys._getframe(1)
+def _count_frames() -> int:
+    """Returns the calls of this package's functions, but for this module's, on the stack."""
+    count, frame = 0, sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("jax_fp8gemm.") and name != __name__:
-            return True
+        count += name.startswith("jax_fp8gemm.") and name != __name__
         frame = frame.f_back
-    return False
+    return count
 
 
 def _parameter_shapes(module: Any) -> frozenset[tuple[int, ...]]:

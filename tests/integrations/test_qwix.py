@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_diff_below
 from errors import raises
 
 import jax_fp8gemm as fp8
@@ -206,6 +207,32 @@ def test_traces_stay_inside_the_model():
         assert products(lambda x: model(x), X) == RUNS_IN_FP8
         with pytest.raises(KeyError, match="in the model"):
             failing(X)
+
+
+def _run_of(kind):
+    if kind == "nnx":
+        model = converted(Block(nnx.Rngs(0)))
+        return lambda x: model(x)
+    layer = qwix.quantize_model(Layer(), Provider())
+    params = Layer().init(jax.random.key(0), X)
+    return lambda x: layer.apply(params, x)[0]
+
+
+@pytest.mark.parametrize("kind, num_products", [("nnx", 4), ("linen", 2)])
+def test_what_looks_into_a_converted_model_sees_its_products(kind, num_products):
+    """A function of this package that runs the model is none that the model calls."""
+    step = jax.jit(_run_of(kind))
+    calls = [record["call"] for record in fp8.explain(step, X).records]
+    assert calls.count("gemm") == num_products
+    # What was traced within explain stays in the cache of jit.
+    assert products(step, X)["gemm"] == num_products
+    np.testing.assert_array_equal(step(X), jax.jit(_run_of(kind))(X))
+
+    result, found = fp8.stats.collect(_run_of(kind))(X)
+    operands = [record["operand"] for record in found.records()]
+    assert (operands.count("lhs"), operands.count("rhs")) == (num_products, num_products)
+    # Without FP8 it is 1e-3 away. XLA rounds what lies between products where it fuses nothing.
+    assert_diff_below(1e-4, result, _run_of(kind)(X))
 
 
 def test_two_threads():
