@@ -134,13 +134,19 @@ def master_weights(tree: Any) -> Any:
 
 
 def promote_weights(promote: Callable[[list[Any]], Sequence[Any]], args: Sequence[Any]) -> Any:
-    """Returns promote(args), a tuple, where each QuantizedWeight is promoted as its weight is."""
-    promoted = promote([_weight_of(x) for x in args])
-    is_pair = [isinstance(x, QuantizedWeight) for x in args]
-    return tuple(
-        replace(x, weight=y) if pair else y
-        for x, y, pair in zip(args, promoted, is_pair, strict=True)
-    )
+    """Returns promote(args), a tuple, where each QuantizedWeight is promoted as its weight is.
+
+    A ScaledArray stays as it is, and the others are promoted without it.
+    """
+    promoted = iter(promote([_weight_of(x) for x in args if not isinstance(x, ScaledArray)]))
+
+    def of(x: Any) -> Any:
+        if isinstance(x, ScaledArray):
+            return x
+        y = next(promoted)
+        return replace(x, weight=y) if isinstance(x, QuantizedWeight) else y
+
+    return tuple(map(of, args))
 
 
 def _is_quantized_weight(x: object) -> bool:

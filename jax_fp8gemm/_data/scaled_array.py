@@ -146,7 +146,10 @@ class ScaledArray:
         return _above["matmul"](lhs, self)
 
     def __getitem__(self, index: Any) -> ScaledArray:
-        """Returns the element, or the elements, of the leading dimensions; r and c stay whole."""
+        """Returns the element, or the elements, of the leading dimensions; r and c stay whole.
+
+        An ellipsis returns the array itself.
+        """
         return _above["take"](self, index)
 
     def __iter__(self) -> Iterator[ScaledArray]:

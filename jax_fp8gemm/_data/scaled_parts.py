@@ -82,12 +82,17 @@ def concatenate(arrays: Sequence[ScaledArray], axis: int = 0) -> ScaledArray:
 
 
 def take(x: ScaledArray, index: Any) -> ScaledArray:
-    """Returns x[index], for an index of leading dimensions: all but the last two."""
+    """Returns x[index], for an index of leading dimensions: all but the last two.
+
+    For an ellipsis it returns x itself, as w[...] reads the value of a Variable of Flax.
+    """
+    if index is Ellipsis:
+        return x
     items = cast(tuple[Any, ...], index if isinstance(index, tuple) else (index,))
     has_ellipsis = any(item is Ellipsis for item in items)
     if has_ellipsis or sum(item is not None for item in items) > x.ndim - 2:
         raise IndexError(
-            "ScaledArray: only dimensions before the last two can be indexed, without an ellipsis; "
+            "ScaledArray: only dimensions before the last two can be indexed, or all by [...]; "
             f"got {len(items)} indices of {checks.short_type(x)}. Index the array before quantize, "
             "or what dequantize returns."
         )

@@ -16,10 +16,11 @@ from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.contract import Dims, contract
+from jax_fp8gemm._ops.matmul import matmul
 from jax_fp8gemm._ops.product_spec import check_static_args, out_spec_of
-from jax_fp8gemm._ops.weights import check_weight, unquantised
+from jax_fp8gemm._ops.weights import check_weight, check_weights, unquantised
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @naming_devices
 def dot_general(
     lhs: Float[Array, ...],
-    rhs: Float[Array, ...] | QuantizedWeight,
+    rhs: Float[Array, ...] | QuantizedWeight | ScaledArray,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -49,7 +50,8 @@ def dot_general(
     Args:
       lhs, rhs: bf16, f16 or f32. One of them may hold integers, as for `matmul`. Or rhs is a
         QuantizedWeight for these contracting dimensions, or for the free ones; its leading
-        dimensions are those of the batch.
+        dimensions are those of the batch. Or rhs is a ScaledArray (k, n) as `matmul` takes it, the
+        last dimension of lhs is contracted, and there is no batch.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
       kwargs: further arguments, for callers that pass more than lax takes. Each must be None.
@@ -66,6 +68,18 @@ def dot_general(
         raise TypeError(f"{op}: arguments beyond lax.dot_general's must be None; got {unknown}")
     lhs, rhs = arrays.match_floats(*map(arrays.as_array, (lhs, rhs)))
     check_unquantised(op, "lhs", lhs)
+    if isinstance(rhs, ScaledArray):
+        check_weights(op, "rhs", rhs)
+        _check_plain(op, lhs, rhs, _check_dimension_numbers(op, lhs, rhs, dimension_numbers))
+        return matmul(
+            lhs,
+            rhs,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            recipe=recipe,
+            implementation=implementation,
+        )
     check_weight(op, "rhs", rhs)
     dims = _check_dimension_numbers(op, lhs, rhs, dimension_numbers)
     spec = check_static_args(
@@ -78,6 +92,15 @@ def dot_general(
             return xla(lhs, rhs)
     lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
     return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
+
+
+def _check_plain(op: str, lhs: Any, rhs: ScaledArray, dims: Any) -> None:
+    if dims != (((lhs.ndim - 1,), (0,)), ((), ())) or rhs.ndim != 2:
+        raise ValueError(
+            f"{op}: a ScaledArray rhs must be (k, n), contracted with the last dimension of lhs, "
+            f"without batch dimensions; got lhs {checks.short_type(lhs)}, rhs "
+            f"{checks.short_type(rhs)}, {dims}. For other dimensions pass a QuantizedWeight."
+        )
 
 
 def _check_dimension_numbers(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:

@@ -10,6 +10,10 @@ import jax
 from flax import nnx
 
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
+from jax_fp8gemm._data.recipe import DEEPSEEK_V3, DTYPES
+from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm._ops.product_spec import check_recipe
+from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.quantize_weight import quantize_weight
 from jax_fp8gemm.nnx._scopes import scope_of
 
@@ -32,10 +36,10 @@ class Weights(NamedTuple):
     dtype: Any = None
 
 
-def quantize_weights(model: nnx.Module) -> None:
+def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     """Quantises the weights of this package's modules in `model` once, in place.
 
-    Each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same bits, and
+    By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same bits, and
     quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast here, and
     gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum whose
     result is transposed, where the kernel may not be the rhs of the product::
@@ -53,13 +57,21 @@ def quantize_weights(model: nnx.Module) -> None:
 
     Args:
       model: a module, which may hold others.
+      for_inference: whether each becomes a ScaledArray of 1 byte a weight, without the weight
+        itself. Calls have the same bits where x has the dtype of the weights, or the module has a
+        `dtype`; otherwise a weight no longer takes part in the promotion of dtypes. The weights
+        have no gradient, and x has one. A kernel that is no matrix (k, n) or stack of such stays as
+        it is: of LinearGeneral with several axes or features, and of Einsum.
     """
     for _, module in nnx.iter_modules(model):
         found: Weights | None = getattr(module, "weights_of_products", lambda: None)()
         for name in () if found is None else found.names:
             variable = getattr(module, name)
             with scope_of(module):
-                variable.set_value(_quantised(variable[...], found))
+                if not for_inference:
+                    variable.set_value(_quantised(variable[...], found))
+                elif _is_matrices(module, variable[...], found):
+                    variable.set_value(_for_inference(variable[...], found))
 
 
 def _quantised(w: Any, weights: Any) -> QuantizedWeight:
@@ -71,6 +83,28 @@ def _quantised(w: Any, weights: Any) -> QuantizedWeight:
     for _ in range(weights.num_batch):
         run = jax.vmap(run)
     return run(w if weights.dtype is None else w.astype(weights.dtype))
+
+
+def _is_matrices(module: nnx.Module, w: Any, weights: Weights) -> bool:
+    """Returns whether the products of the module read `w` as matrices (..., k, n)."""
+    if isinstance(w, ScaledArray) or isinstance(module, nnx.Einsum) or weights.num_batch:
+        return False
+    return weights.contracting is None or (w.ndim, weights.contracting) == (2, (0,))
+
+
+def _for_inference(w: Any, weights: Weights) -> Any:
+    recipe = check_recipe("quantize_weights", weights.how.get("recipe", DEEPSEEK_V3))
+    if recipe.fwd is None:
+        return w
+    w = w.weight if isinstance(w, QuantizedWeight) else w
+    return quantize(
+        w if weights.dtype is None else w.astype(weights.dtype),
+        block=recipe.rhs_block,
+        dtype=DTYPES[recipe.fwd],
+        pow2_scale=recipe.pow2_scale,
+        with_transpose="only",
+        implementation=weights.how.get("implementation"),
+    )
 
 
 def weights_of_einsum(equation: str, how: dict[str, Any], dtype: Any) -> Weights | None:

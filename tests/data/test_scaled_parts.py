@@ -41,11 +41,12 @@ def test_leading_dimensions_are_indexed(how):
     for index in (1, -1, (2, 0), slice(1, 3), (slice(None), 1), np.asarray([3, 0]), None):
         assert_same(q[index], quantize(x[index], **how))
     assert_same(jax.jit(lambda q, i: q[i])(q, 2), quantize(x[2], **how))
+    assert q[...] is q
     assert len(list(q)) == 4
     assert_same(list(q)[3], quantize(x[3], **how))
 
 
-@pytest.mark.parametrize("index", [(0, 0), ..., (..., 0), (0, slice(2))], ids=str)
+@pytest.mark.parametrize("index", [(0, 0), (...,), (..., 0), (0, slice(2))], ids=str)
 def test_values_are_not_indexed(index):
     q = quantize(random(2, 4, 130), block=SQUARE)
     with raises(IndexError, match=r"ScaledArray: only dimensions before the last two .*\[2,4,130"):

@@ -9,9 +9,18 @@ import pytest
 import reference
 from flax import nnx
 
-from jax_fp8gemm import QuantizedWeight, Recipe, linen, master_weights, moe, quantize_weight
+from jax_fp8gemm import (
+    QuantizedWeight,
+    Recipe,
+    ScaledArray,
+    linen,
+    master_weights,
+    moe,
+    quantize_weight,
+)
 from jax_fp8gemm import nnx as ours
 
+bf16 = jnp.bfloat16
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 128)), jnp.float32)
 CONFIG = moe.configs.DEEPSEEK_V3.scaled_down(num_experts=16)
 EINSUM = "bsd,dhk->bshk"
@@ -126,6 +135,49 @@ def test_quantize_weights_of_a_model():
     reference.assert_same_bits(model(X), expected)
     assert [type(layer.kernel[...]) is QuantizedWeight for layer in (*layers, head)] == [1, 1, 0]
     assert layers[0].kernel[...].recipe.pow2_scale
+
+
+@pytest.mark.parametrize("name", ["Linear", "SwiGLU", "MoE"])
+def test_weights_for_inference(name):
+    """One byte a weight, the same results, and the same gradients of x."""
+    module = NNX[name][0](rngs=nnx.Rngs(0))
+    run = lambda module: module(X)
+    gradient = lambda module: jax.grad(lambda x: module(x).sum())(X)
+    expected = run(module), gradient(module)
+    ours.quantize_weights(module, for_inference=True)
+    ours.quantize_weights(module, for_inference=True)  # what is quantised stays
+    assert_same(name, (run(module), gradient(module)), expected)
+    for weight in NNX[name][1]:
+        stored = getattr(module, weight)[...]
+        assert isinstance(stored, ScaledArray) and stored.values is None
+        size = stored.transposed.size
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) < 1.01 * size + 1024
+    loss = lambda params, graph, rest: nnx.merge(graph, params, rest)(X).sum()
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs|no gradient"):
+        jax.grad(loss)(params, graph, rest)
+
+
+def test_weights_for_inference_of_a_model():
+    """By the recipe of each module. What its products read in no matrix, or not in FP8, stays."""
+    rngs = nnx.Rngs(0)
+    layers = [
+        ours.Linear(128, 128, recipe=Recipe(fwd="e5m2", pow2_scale=True), dtype=bf16, rngs=rngs),
+        ours.LinearGeneral(128, 128, dtype=bf16, rngs=rngs),
+        ours.LinearGeneral(128, (8, 16), dtype=bf16, rngs=rngs),
+        ours.LinearGeneral((8, 16), 128, axis=(-2, -1), dtype=bf16, rngs=rngs),
+        ours.Einsum("bsd,df->bsf", (128, 64), dtype=bf16, rngs=rngs),
+        ours.Linear(64, 64, recipe="bf16", dtype=bf16, rngs=rngs),
+        nnx.Linear(64, 32, dtype=bf16, rngs=rngs),
+    ]
+    model = nnx.Sequential(*layers)
+    ours.quantize_weights(layers[1])
+    expected = model(X)
+    ours.quantize_weights(model, for_inference=True)
+    reference.assert_same_bits(model(X), expected)
+    found = [layer.kernel[...] for layer in layers]
+    assert [isinstance(w, ScaledArray) for w in found] == [1, 1, 0, 0, 0, 0, 0]
+    assert found[0].dtype == jnp.float8_e5m2
 
 
 @pytest.mark.parametrize(

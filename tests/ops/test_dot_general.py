@@ -155,6 +155,19 @@ def test_nnx_linear_general():
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(140,), (6, 140), (2, 3, 140)], ids=str)
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
+def test_rhs_that_is_quantised_already(shape, recipe):
+    x, w = jnp.ones(shape, jnp.bfloat16), jax.random.normal(jax.random.key(0), (140, 24))
+    w = w.astype(jnp.bfloat16)
+    w_fp8 = quantize(w, block=(128, 128), with_transpose="only")
+    dims = ((len(shape) - 1,), (0,)), ((), ())
+    of = lambda rhs: jax.jit(lambda x: dot_general(x, rhs, dims, recipe=recipe))
+    expected = w if recipe == "deepseek_v3" else w_fp8.dequantize(w.dtype)
+    reference.assert_same_bits(of(w_fp8)(x), of(expected)(x))
+    reference.assert_same_bits(*(jax.grad(lambda x: of(rhs)(x).sum())(x) for rhs in (w_fp8, expected)))
+
+
 @pytest.mark.parametrize(
     "lhs, rhs, dims, error, message",
     [
@@ -195,10 +208,24 @@ def test_nnx_linear_general():
         ),
         (
             jnp.ones((2, 3)),
-            quantize(jnp.ones((3, 5)), block=(128, 128)),
+            quantize(jnp.ones((5, 3)), block=(128, 128)),
+            (((1,), (1,)), ((), ())),
+            ValueError,
+            r"a ScaledArray rhs must be \(k, n\), contracted with the last .*f8e4m3fn\[5,3\]",
+        ),
+        (
+            jnp.ones((4, 2, 3)),
+            quantize(jnp.ones((4, 3, 5)), block=(128, 128)),
+            (((2,), (1,)), ((0,), (0,))),
+            ValueError,
+            r"a ScaledArray rhs must be .*, without batch dimensions; .* pass a QuantizedWeight",
+        ),
+        (
+            jnp.ones((2, 3)),
+            quantize(jnp.ones((3, 5))),
             (((1,), (0,)), ((), ())),
-            TypeError,
-            r"rhs must be an array; got a ScaledArray f8e4m3fn\[3,5\]. dot_general quantises rhs",
+            ValueError,
+            r"rhs.block must be \(128, 128\)",
         ),
     ],
 )
