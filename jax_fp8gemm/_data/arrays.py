@@ -32,8 +32,8 @@ class Typed(Protocol):
 
 
 def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray]:
-    """Returns whether `x` is an array of JAX or NumPy, or a tracer."""
-    return isinstance(x, jax.Array | np.ndarray)
+    """Returns whether `x` is an array of JAX or NumPy, or a tracer; not one with a mask."""
+    return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, np.ma.MaskedArray)
 
 
 def is_tracer(x: object) -> bool:
@@ -55,6 +55,8 @@ def as_array(x: Any) -> Any:  # what is no array stays as it is, for check_array
         x = x.__jax_array__()
     if not isinstance(x, np.generic | np.ndarray):
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        return cast(Any, x)
     dtype = cast(np.dtype, x.dtype)
     is_f64 = dtype == np.float64 and dtype.isnative
     with np.errstate(over="ignore"):

@@ -90,8 +90,8 @@ def dot_general(
         rhs = unquantised(rhs)
         if not spec.is_exact:
             return xla(lhs, rhs)
-    lhs, rhs = jax.tree.map(jnp.asarray, (lhs, rhs))
-    return contract(op, spec, dims, lhs, rhs, out_spec_of(xla, spec.out_dtype, lhs, rhs))
+    operands: tuple[Any, Any] = jax.tree.map(jnp.asarray, (lhs, rhs))
+    return contract(op, spec, dims, *operands, out_spec_of(xla, spec.out_dtype, *operands))
 
 
 def _check_plain(op: str, lhs: Any, rhs: ScaledArray, dims: Any) -> None:

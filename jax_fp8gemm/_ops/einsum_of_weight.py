@@ -47,16 +47,26 @@ def einsum_of_weight(
         preferred_element_type=spec.out_dtype,
         recipe=spec.recipe,
         implementation=spec.implementation,
-        out_sharding=_transposed(out_sharding, [out.index(name) for name in made]),
+        out_sharding=_transposed(op, out_sharding, [out.index(name) for name in made]),
     )
     return jnp.transpose(result, back)
 
 
-def _transposed(sharding: Any, order: list[int]) -> Any:
+def _transposed(op: str, sharding: Any, order: list[int]) -> Any:
     """Returns a sharding of the result, or None, with its dimensions in this order."""
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if spec.unreduced or spec.reduced:
+        raise NotImplementedError(
+            f"{op}: a QuantizedWeight must not go with an unreduced or reduced out_sharding; "
+            f"got {spec}. Pass its weight."
+        )
+    if len(spec.partitions) > len(order):
+        raise ValueError(
+            f"{op}: out_sharding must have at most one entry for each dimension of the result; "
+            f"got {spec} for {len(order)} dimensions"
+        )
     entries = [*spec.partitions, *(None,) * (len(order) - len(spec.partitions))]
     turned = PartitionSpec(*(entries[d] for d in order))
     return sharding.update(spec=turned) if isinstance(sharding, NamedSharding) else turned

@@ -19,6 +19,7 @@ NaN. Its gradients are such products too.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def _bwd(spec: ProductSpec, shardings: Any, kept: Any, dout: jax.Array) -> Any:
     lhs, rhs, dout = only_once("matmul", *kept, dout)
 
     def run(lhs: jax.Array, rhs: jax.Array, dout: jax.Array) -> Any:
-        matrix = lambda x: x.reshape(-1, x.shape[-1])
+        matrix = lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         dlhs = _multiply(dout, rhs.T, dtype=lhs.dtype)
         return dlhs, _multiply(matrix(lhs).T, matrix(dout), dtype=rhs.dtype)
 

@@ -101,6 +101,7 @@ def update_balance_bias(
     rate = _as_rate(op, rate).astype(bias.dtype)
     # In integers, because f32 does not hold every count: the mean is `whole` and a fraction.
     total = jnp.sum(load, axis=-1, keepdims=True)
+    load = load.astype(total.dtype)
     whole, rest = total // bias.shape[-1], total % bias.shape[-1]
     is_below = (load < whole) | ((load == whole) & (rest > 0))
     step = is_below.astype(bias.dtype) - (load > whole).astype(bias.dtype)

@@ -65,6 +65,8 @@ def dots_of_rows(
     if not batch_invariant:
         products = x.astype(jnp.float32) * y.astype(jnp.float32)
         return jnp.sum(products, axis=2).astype(dtype)
+    if dout.shape[1] == 0:
+        return jnp.zeros(x.shape[:2], dtype)
     blocks = [list(_exact_pieces(z, batch_invariant=True)) for z in (x, y)]
     blocks = [[_in_blocks(piece) for piece in pieces] for pieces in blocks]
     pairs = [(a, b) for a in blocks[0] for b in blocks[1]]
@@ -88,5 +90,6 @@ def _exact_pieces(x: jax.Array, batch_invariant: bool) -> Iterator[jax.Array]:
 
 def _in_blocks(x: jax.Array) -> jax.Array:
     """Returns x (..., d) as (..., blocks, 128), completed with zeros."""
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _BLOCK)]
-    return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, _BLOCK)
+    *leading, d = x.shape
+    padding = [(0, 0)] * len(leading) + [(0, -d % _BLOCK)]
+    return jnp.pad(x, padding).reshape(*leading, (d + _BLOCK - 1) // _BLOCK, _BLOCK)

@@ -39,10 +39,10 @@ class Weights(NamedTuple):
 def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     """Quantises the weights of this package's modules in `model` once, in place.
 
-    By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same bits, and
-    quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast here, and
-    gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum whose
-    result is transposed, where the kernel may not be the rhs of the product::
+    By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same
+    bits, and quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast
+    here, and gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum
+    whose result is transposed, where the kernel may not be the rhs of the product::
 
         def gradients(params, batches):  # of a model = nnx.merge(graph, params)
             model = nnx.merge(graph, params)
@@ -65,7 +65,9 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     """
     for _, module in nnx.iter_modules(model):
         found: Weights | None = getattr(module, "weights_of_products", lambda: None)()
-        for name in () if found is None else found.names:
+        if found is None:
+            continue
+        for name in found.names:
             variable = getattr(module, name)
             with scope_of(module):
                 if not for_inference:

@@ -178,3 +178,10 @@ def test_bad_arguments_raise(run, args, error, message):
 def test_a_bad_scoring_raises():
     with raises(ValueError, match="load_balancing_loss: scoring must be .*; got 'relu'"):
         load_balancing_loss(LOGITS, LOAD, scoring="relu")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32"])
+def test_loads_of_any_integers(dtype):
+    load = jnp.asarray([0, 3, 9, 4], dtype)
+    found = update_balance_bias(jnp.zeros(4), load, 0.5)
+    np.testing.assert_array_equal(found, [0.5, 0.5, -0.5, 0])

@@ -190,3 +190,14 @@ def test_what_unpermute_does_not_take():
     run = lambda rows: moe.unpermute(rows, *operands[1:], batch_invariant=True).sum()
     with raises(NotImplementedError, match="unpermute: is differentiable once"):
         jax.grad(lambda w: jax.grad(lambda r: run(r * w) ** 2)(operands[0]).sum())(1.0)
+
+
+@pytest.mark.parametrize("tokens, d", [(0, 16), (3, 0), (0, 0)])
+def test_gradients_of_nothing(tokens, d):
+    """Without tokens or features gradients are empty or zero."""
+    zeros, how = jnp.zeros, dict(top_k=2, recipe=RECIPE)
+    run = lambda x, *weights: moe.moe_layer(x, zeros((tokens, 4)), *weights, **how)
+    loss = lambda *operands: run(*operands).sum()
+    operands = zeros((tokens, d)), zeros((4, d, 32)), zeros((4, 16, d))
+    for found, x in zip(jax.grad(loss, argnums=(0, 1, 2))(*operands), operands, strict=True):
+        assert found.shape == x.shape and not np.any(found)

@@ -132,3 +132,12 @@ def test_grouped_products_do_not_have_it():
     operands = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.asarray([1, 3])
     with raises(NotImplementedError, match="ragged_dot: batch_invariant must go with an FP8 fwd"):
         jf.ragged_dot(*operands, recipe=RECIPE)
+
+
+@pytest.mark.parametrize("m, k, n", [(4, 0, 3), (4, 5, 0), (0, 5, 3)])
+def test_gradients_of_empty_extents(m, k, n):
+    operands = jnp.ones((m, k)), jnp.ones((k, n))
+    loss = lambda lhs, rhs: matmul(lhs, rhs).sum()
+    dlhs, drhs = jax.grad(loss, argnums=(0, 1))(*operands)
+    np.testing.assert_array_equal(dlhs, np.full((m, k), n))
+    np.testing.assert_array_equal(drhs, np.full((k, n), m))

@@ -144,3 +144,10 @@ def test_no_number_of_experts(number):
         moe.permute(X, CHOICES, number)
     with raises(ValueError, match="^route: top_k must be 1..num_experts; got "):
         moe.route(X, number)
+
+
+def test_arrays_with_a_mask():
+    masked = np.ma.masked_array(np.ones((2, 3), np.float32), mask=np.eye(2, 3))
+    for call in (lambda: fp8.matmul(masked, X.T), lambda: fp8.quantize(masked)):
+        with raises(TypeError, match="must be an array; got MaskedArray"):
+            call()

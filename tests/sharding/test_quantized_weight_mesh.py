@@ -127,8 +127,18 @@ def test_shard_map(is_inside, check_vma):
 def test_an_unreduced_result_is_refused():
     on = mesh(AxisType.Explicit)
     x, w = place(on, random(M, K), P(None, "x")), place(on, random(K, N), P("x"))
-    with jax.set_mesh(on), pytest.raises(NotImplementedError, match="Pass its weight"):
-        matmul(x, quantize_weight(w), out_sharding=P(unreduced={"x"}))
+    pair = quantize_weight(w)
+    for run in (matmul, partial(einsum, "mk,kn->mn"), partial(einsum, "mk,kn->nm")):
+        with jax.set_mesh(on), pytest.raises(NotImplementedError, match="Pass its weight"):
+            run(x, pair, out_sharding=P(unreduced={"x"}))
+
+
+def test_an_out_sharding_of_too_many_dimensions_is_refused():
+    on = mesh(AxisType.Explicit)
+    x, w = place(on, random(M, K), P(None, "x")), place(on, random(K, N), P("x"))
+    message = "einsum: out_sharding must have at most one entry for each dimension of the result"
+    with jax.set_mesh(on), pytest.raises(ValueError, match=message):
+        einsum("mk,kn->nm", x, quantize_weight(w), out_sharding=P("x", None, None))
 
 
 EXPERTS = [random(E, D, 2 * F, seed=1) / 16, random(E, F, D, seed=2) / 16]
