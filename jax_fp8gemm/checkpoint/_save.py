@@ -62,6 +62,11 @@ def save(
     """
     from safetensors.numpy import save_file
 
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"{_OP}: checkpoint must be a Checkpoint; got {type(checkpoint).__name__}. "
+            "Wrap a dictionary of tensors: Checkpoint(tensors)."
+        )
     folder = Path(path)
     outputs = [o for name in checkpoint.tensors for o in _outputs(checkpoint, name)]
     _check_outputs(folder, outputs)

@@ -90,7 +90,9 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Router:
     """Returns the router as logits (m, num_experts), or as indices and weights (m, top_k)."""
     if not isinstance(router, tuple | list):
         if top_k is None:
-            raise ValueError(f"{OP}: top_k must go with router logits; got None")
+            raise ValueError(
+                f"{OP}: top_k must be given where router is an array of logits; got None"
+            )
         router = arrays.as_array(router)
         checks.check_array(OP, "router", router)
         checks.check_dtype(OP, "router", router, formats.FLOAT_DTYPES)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import raises
 from safetensors import safe_open
 
 from jax_fp8gemm import checkpoint, quantize
@@ -128,3 +129,9 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="must be a folder without safetensors files; got .*model"):
         checkpoint.save(tmp_path, dataclasses.replace(saved, tensors={"a": jnp.zeros(2)}))
     files.assert_same_tensors(files.read(tmp_path), before)
+
+
+def test_a_dictionary_is_no_checkpoint(tmp_path):
+    with raises(TypeError, match=r"^checkpoint.save: checkpoint must be a Checkpoint; got d"):
+        checkpoint.save(tmp_path, {"w": jnp.ones((2, 2))})
+    assert not list(tmp_path.iterdir())

@@ -226,7 +226,7 @@ def test_values_do_not_meet_a_scatter_add():
 X, LOGITS2, UP, DOWN = jnp.ones((4, 3)), jnp.ones((4, 5)), jnp.ones((5, 3, 8)), jnp.ones((5, 4, 3))
 TOP = jnp.zeros((4, 2), jnp.int32)
 BAD_LAYERS = [
-    ((X, LOGITS2, UP, DOWN), {}, ValueError, "top_k must go with router logits; got None"),
+    ((X, LOGITS2, UP, DOWN), {}, ValueError, "top_k must be given where router is an array"),
     ((X, LOGITS2, UP, DOWN), dict(top_k=6), ValueError,
      r"top_k must be 1..num_experts; got 6, logits f32\[4,5\]"),
     ((X, LOGITS2, UP, DOWN), dict(top_k=[2]), ValueError, r"top_k must be 1.* got \[2\]"),
