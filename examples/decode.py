@@ -1,7 +1,8 @@
 """Continues a prompt with a DeepSeek-shaped model, whose weights are loaded in FP8.
 
 Names and layers are DeepSeek-V3's, but attention is grouped-query attention, not MLA, and the
-router has neither groups nor bias. A token is a byte. Without a folder, a random model is made.
+router has neither groups nor bias. A token is a byte. The model is random, so what it writes is
+noise. FOLDER is one that make_checkpoint saved. Without it, a model is made.
 
     python examples/decode.py [FOLDER] [--prompt TEXT]
 """
