@@ -6,37 +6,47 @@ import sys
 
 import pytest
 
-# The package is imported again and again, with its bytecode in a file from the second time on.
+# The package is imported three times. From the second time on its bytecode is in a file. The calls
+# of the third time are counted: they are the same on every machine, and seconds are not.
 _PROGRAM = """
-import importlib, json, sys, time
+import importlib, json, sys
 import jax
 
 before = set(sys.modules)
 sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
-seconds = []
-for _ in range(4):
+num_calls = 0
+
+def count(frame, event, argument):
+    global num_calls
+    num_calls += event in ("call", "c_call")
+
+for i in range(3):
     for name in [name for name in sys.modules if name.partition(".")[0] == "jax_fp8gemm"]:
         del sys.modules[name]
-    start = time.process_time()
+    sys.setprofile(count if i == 2 else None)
     importlib.import_module("jax_fp8gemm")
-    seconds.append(time.process_time() - start)
+    sys.setprofile(None)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([min(seconds), sorted(added)]))
+print(json.dumps([num_calls, sorted(added)]))
 """
 
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory):
-    """CPU seconds of the import, and the packages that it brought."""
+    """Calls of functions during the import, and the packages that it brought."""
     command = [sys.executable, "-P", "-c", _PROGRAM, str(tmp_path_factory.mktemp("bytecode"))]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_the_import_takes_a_tenth_of_a_second_at_most(added):
-    seconds, _ = added
-    assert seconds < 0.1
+def test_the_import_calls_few_functions(added):
+    """It takes 56,000 calls in Python 3.11 and 57,000 in 3.12, 0.05 to 0.12 s of a CPU.
+
+    One operation of jax.numpy that is traced in a module adds thousands.
+    """
+    num_calls, _ = added
+    assert 10_000 < num_calls < 65_000
 
 
 def test_the_import_brings_nothing_but_the_package_and_parts_of_jax(added):
