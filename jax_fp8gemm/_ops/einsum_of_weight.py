@@ -57,16 +57,12 @@ def _transposed(op: str, sharding: Any, order: list[int]) -> Any:
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if spec.unreduced or spec.reduced:
-        raise NotImplementedError(
-            f"{op}: a QuantizedWeight must not go with an unreduced or reduced out_sharding; "
-            f"got {spec}. Pass its weight."
-        )
     if len(spec.partitions) > len(order):
         raise ValueError(
             f"{op}: out_sharding must have at most one entry for each dimension of the result; "
             f"got {spec} for {len(order)} dimensions"
         )
     entries = [*spec.partitions, *(None,) * (len(order) - len(spec.partitions))]
-    turned = PartitionSpec(*(entries[d] for d in order))
+    sums = dict(unreduced=spec.unreduced, reduced=spec.reduced)
+    turned = PartitionSpec(*(entries[d] for d in order), **sums)
     return sharding.update(spec=turned) if isinstance(sharding, NamedSharding) else turned

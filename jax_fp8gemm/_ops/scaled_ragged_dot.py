@@ -90,8 +90,8 @@ def scaled_ragged_dot(
     expected_rows = _as_expected_rows(op, expected_rows, lhs)
     shape = *lhs.shape[:-1], rhs.shape[1]
     out_dtype = check_result(op, shape, out_dtype, implementation)
-    how: dict[str, Any] = dict(implementation=implementation, unused_rows=unused_rows)
-    how |= dict(expected_rows=expected_rows)
+    rows: dict[str, Any] = dict(unused_rows=unused_rows, expected_rows=expected_rows)
+    how: dict[str, Any] = dict(implementation=implementation, **rows)
     return grouped_gemm(lhs, without_twin(rhs), *Groups.of_sizes(group_sizes), out_dtype, **how)
 
 
