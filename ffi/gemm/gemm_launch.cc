@@ -49,6 +49,15 @@ int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
   return is_cut && rest * config.num_consumers <= config.num_sms ? rest : 0;
 }
 
+// Rows of the boxes by which the kernel loads less of lhs than a tile; 0 where it never does.
+int64_t PartRows(const GemmConfig& config, int64_t m) {
+  if (GroupingOf(config) == Grouping::kRows) return kPartRows;
+  // Mirrors Tile::kLoadsShort.
+  const bool loads_short = GroupingOf(config) == Grouping::kNone && !config.is_1d1d &&
+                           !config.accumulate && config.cluster_n == 1;
+  return loads_short ? m % config.block_m : 0;
+}
+
 // Encodes the maps that the kernel uses of this config and shape; the others stay zero.
 ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
                             const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
@@ -66,10 +75,10 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   FFI_ASSIGN_OR_RETURN(params.rhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
                                          kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
-  if (GroupingOf(config) == Grouping::kRows) {
+  if (const int64_t part_rows = PartRows(config, params.m); part_rows > 0) {
     FFI_ASSIGN_OR_RETURN(params.lhs_part,
                          EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
-                                           kScaleBlock, kPartRows, kSwizzle));
+                                           kScaleBlock, part_rows, kSwizzle));
   }
   if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.

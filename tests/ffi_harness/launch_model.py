@@ -40,6 +40,11 @@ def _tensor_maps(case: Case) -> dict:
     rhs_type, (rhs_rows, _) = case.args["rhs"]
     out_type, (out_rows, out_columns) = case.rets["out"]
     is_ragged_rows = c["grouping"] == 1
+    # Where lhs ends inside a tile, only its rows are loaded: in plain 1d2d products, and where no
+    # cluster shares lhs.
+    is_plain = not (c["grouping"] or c["is_1d1d"] or c["accumulate"])
+    loads_short = is_plain and c["cluster_n"] == 1
+    part_rows = 32 if is_ragged_rows else m % c["block_m"] if loads_short else 0
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
     operand = lambda name, dtype, rows, box_rows: _tensor_map(
         name, dtype, rows, k, (box_rows, 128), 128
@@ -54,7 +59,7 @@ def _tensor_maps(case: Case) -> dict:
     return {
         "lhs": operand("lhs", lhs_type, m, c["block_m"] // c["cluster_n"]),
         "rhs": operand("rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"]),
-        "lhs_part": operand("lhs", lhs_type, m, 32) if is_ragged_rows else None,
+        "lhs_part": operand("lhs", lhs_type, m, part_rows) if part_rows else None,
         # Rows of 4 m bytes, and TMA wants multiples of 16. Groups start anywhere in a box.
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
         if m % 4 == 0

@@ -52,14 +52,25 @@ struct BulkLoader {
     return ceil_div(work.row_end - work.row, Tile::kPartRows);
   }
 
+  // Whether a tile has rows that lhs does not have, and the rows that lhs has in such tiles.
+  __device__ __forceinline__ bool is_short(const Work& work) const {
+    return num_short_rows() > 0 && work.lhs_row + Config::kBlockM > params.m;
+  }
+  __device__ __forceinline__ int num_short_rows() const { return params.m % Config::kBlockM; }
+
   // Loads k-blocks first .. end-1 of a tile. kInParts: only the parts of lhs that have rows of the
-  // group are loaded. What an earlier tile left behind them reaches only rows of the result that
-  // are not stored.
+  // group are loaded. Of a short tile, only the rows that lhs has. What an earlier tile left behind
+  // these rows reaches only rows of the result that are not stored.
   template <bool kIsAligned, bool kInParts = false>
   __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
                                                 Ring& ring) const {
     const int num_parts = count_parts(work);
-    const uint32_t lhs_bytes = kInParts ? num_parts * kPartBytes : Tile::kLhsBytes;
+    const TensorMap* lhs = &params.lhs;
+    uint32_t lhs_bytes = kInParts ? num_parts * kPartBytes : Tile::kLhsBytes;
+    if (Tile::kLoadsShort && is_short(work)) {
+      lhs = &params.lhs_part;
+      lhs_bytes = num_short_rows() * Tile::kScaleBlock;
+    }
 #pragma unroll 1
     for (int j = first; j < end; ++j) {
       const int k_block = work.first_k_block + j;
@@ -81,8 +92,8 @@ struct BulkLoader {
                       k_block * Tile::kScaleBlock, work.lhs_row + part * Tile::kPartRows);
         }
       } else {
-        load_operand<Config::kClusterN, Tile::kLhsBytes>(&params.lhs, full, shared.lhs[ring.stage],
-                                                         k_block, work.lhs_row, rank);
+        load_operand<Config::kClusterN, Tile::kLhsBytes>(lhs, full, shared.lhs[ring.stage], k_block,
+                                                         work.lhs_row, rank);
       }
       load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
                                                        k_block, work.rhs_row, rank);

@@ -12,7 +12,7 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in ffi/gemm/gemm_launch.h.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap lhs_part;       // groups of rows: boxes of kPartRows
+  TensorMap lhs_part;       // groups of rows: boxes of kPartRows; kLoadsShort: of m % kBlockM rows
   TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
   TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
@@ -72,6 +72,11 @@ struct Tile {
   static constexpr bool kExchanges = grouping_of<Config>() == Grouping::kRows &&
                                      Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
                                      Config::kBlockM == 128 && Config::kBlockN == 256;
+  // Whether the last tiles along m are loaded without the rows that lhs does not have. NOTE: a row
+  // that TMA fills with zeros costs the whole device more than one that it loads.
+  static constexpr bool kLoadsShort = grouping_of<Config>() == Grouping::kNone &&
+                                      !Config::kIs1d1d && !Config::kAccumulate &&
+                                      Config::kClusterN == 1;
   static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;
