@@ -100,13 +100,15 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
     else:
         y = x.astype(jnp.float32)
     has_rows, has_columns = modes.split(mode)
-    if has_rows and name.startswith("swiglu"):
+    is_swiglu = name.startswith("swiglu")
+    has_groups = name != "quantize" and not (is_swiglu and len(operands) < 3)
+    if has_rows and is_swiglu and has_groups:
         yield "row", *_rows_of_groups(y, *results[:2], *operands[-2:])
     elif has_rows:
         yield "row", y, results[0], results[1]
     if has_columns:
         columns = jnp.moveaxis(y, -1, 0)
-        if name != "quantize":
+        if has_groups:
             columns = tokens_of_columns(y, *operands[-2:]).T
         if not modes.has_square_columns(mode):
             yield "column", columns, results[-2], results[-1]

@@ -103,7 +103,7 @@ def product(
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
     rows = quantize(lhs, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
-    return _gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
+    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 
 def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.Array, _Kept]:
@@ -137,7 +137,7 @@ def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.A
             drhs = with_auto_axes(_bf16_wgrad, (lhs, dout), lambda: rhs_spec)
             return dlhs, spec.gradient_of_rhs(drhs.astype(spec.rhs_dtype))
         assert isinstance(lhs, ScaledArray)
-        drhs = _gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
+        drhs = gemm_as(spec, spec.rhs_dtype, lhs, columns, rhs_spec)
         return dlhs, spec.gradient_of_rhs(drhs)
 
 
@@ -172,10 +172,10 @@ def _unfolded(
         assert mesh is not None
         folded = (*lhs.shape[:-1], n)
         folded_spec = reshaped_spec((*rows, n), out_spec, folded, mesh.shape)
-    return reshard(reshape(_gemm_as(spec, dtype, lhs, rhs, folded_spec), (*rows, n)), out_spec)
+    return reshard(reshape(gemm_as(spec, dtype, lhs, rhs, folded_spec), (*rows, n)), out_spec)
 
 
-def _gemm_as(
+def gemm_as(
     spec: ProductSpec,
     dtype: DType,
     lhs: ScaledArray,

@@ -82,28 +82,32 @@ def _shape_rule(x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale:
 
 
 def result_types(
-    m: int, k: int, num_groups: int, mode: str, e5m2: bool
+    m: int, k: int, num_groups: int | None, mode: str, e5m2: bool
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of (m, k) quantised along k, along the tokens of each group, or both."""
+    """Returns the types of (m, k) quantised along k, along the tokens of each group, or both.
+
+    num_groups: None where there are no groups, but all rows, of which each is a column.
+    """
     rows, columns = modes.split(mode)
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
-    t = _groups.ragged_extent(m, num_groups)
+    t = m if num_groups is None else _groups.ragged_extent(m, num_groups)
     return [
         *(block_types(m, k, 1, e5m2) if rows else ()),
         *(block_types(k, t, block_m, e5m2) if columns else ()),
     ]
 
 
-def reference(
-    x, group_sizes, first_row, *, mode: str, e5m2: bool, pow2_scale: bool
-) -> list[jax.Array]:
-    """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX."""
+def reference(x, *of_groups, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+    """Quantises x (m, k) along k, along the tokens of each group, or both, in plain JAX.
+
+    of_groups: group_sizes and first_row, or nothing where all rows are tokens.
+    """
     how = e5m2, pow2_scale
     has_rows, has_columns = modes.split(mode)
     rows = quantize_blocks(x, 1, *how) if has_rows else []
     if not has_columns:
         return rows
-    tokens = tokens_of_columns(x, group_sizes, first_row)
+    tokens = tokens_of_columns(x, *of_groups) if of_groups else x
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
     return [*rows, *quantize_blocks(tokens, block_m, *how, is_transposed=True)]
 

@@ -1,5 +1,7 @@
 """How a mesh cuts swiglu_quantize and swiglu_grad_quantize (swiglu_quantize.py).
 
+Without groups a mesh may cut rows, and columns with them, between scale blocks.
+
 The gate and up of a feature must be on one device. With gate | up in one piece no mesh axis cuts
 the features, and the compiler gathers them. In several pieces an axis may cut between these.
 """
@@ -7,6 +9,7 @@ the features, and the compiler gathers them. In several pieces an axis may cut b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from jax import lax
 
@@ -14,7 +17,7 @@ from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import in_pieces, without_pieces
 from jax_fp8gemm._sharding.partition import Shards
-from jax_fp8gemm._sharding.rule import PartitionRule
+from jax_fp8gemm._sharding.rule import PartitionRule, Shaped
 
 
 def partition_rule(*operands, mode: str, pieces: int, **params) -> PartitionRule:
@@ -22,8 +25,10 @@ def partition_rule(*operands, mode: str, pieces: int, **params) -> PartitionRule
 
     So are features, "f": between pieces, if there are several. All arrays have a part for each.
     """
-    is_grad, is_cut = len(operands) == 4, pieces > 1
+    is_grad, is_cut = len(operands) % 2 == 0, pieces > 1
     rows, columns = modes.split(mode)
+    if len(operands) < 3:
+        return _rule_of_all_rows(operands, is_grad, is_cut, mode, pieces)
     w = "f" if is_cut else "w"
     row_dims, column_dims = (f"t {w}", f"{w} tokens") if is_grad else ("t f", "c tokens")
     blocks = {"c": SCALE_BLOCK} if modes.has_square_columns(mode) else {}
@@ -39,12 +44,30 @@ def partition_rule(*operands, mode: str, pieces: int, **params) -> PartitionRule
     )
 
 
+def _rule_of_all_rows(
+    operands: Sequence[Shaped], is_grad: bool, is_cut: bool, mode: str, pieces: int
+) -> PartitionRule:
+    """Rows and columns of a token stay on its device."""
+    rows, columns = modes.split(mode)
+    w = "f" if is_cut else "w"
+    features = w if is_grad else "f"
+    blocks = {"t": SCALE_BLOCK} if columns else {}
+    if is_cut:
+        blocks["f"] = operands[0].shape[1] // pieces
+    return PartitionRule(
+        (f"t {w}", *["t f"] * is_grad),
+        (f"t {features}",) * (2 if rows else 0) + (f"{features} t",) * (2 if columns else 0),
+        blocks,
+        uncut=() if is_cut else ("w", "f"),
+    )
+
+
 def run_shard(run, *operands, shards: Shards, mode: str, pieces: int, **params):
     """Computes columns from all tokens: devices exchange tokens for features of gate, up and dh."""
     of_rows, of_columns = modes.split(mode)
     of_features = shards.axes.get("f", ())
     pieces //= math.prod(shards.mesh_shape[axis] for axis in of_features)
-    if of_columns is None or shards.count("t") == 1:
+    if of_columns is None or shards.count("t") == 1 or len(operands) < 3:
         return run(*operands, mode=mode, pieces=pieces, **params)
     gate_up, *dh, group_sizes, first_row = operands
     rows = run(*operands, mode=of_rows, pieces=pieces, **params) if of_rows else []

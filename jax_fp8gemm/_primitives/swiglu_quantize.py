@@ -14,7 +14,8 @@ and the FP8 results after: on a mesh make as many pieces as devices that the fea
 
 In spite of their names they take every gated activation: gated.py has the others in the place of
 silu. h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
-(quantize_ragged.py). They are never stored unquantised.
+(quantize_ragged.py). They are never stored unquantised. Without groups all rows are tokens, and the
+columns are those of quantize.py.
 
 The last bits of the f32 values depend on the implementation: on its exp, and on where it fuses
 products and sums. Their quantisation is exact. The kernel computes the same values in every mode,
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +60,9 @@ def swiglu_quantize(
     """Quantises h, computed from gate_up (m, 2 f).
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
-    None. of_groups are group_sizes and first_row. activation says what h is, and pieces how gate_up
-    is laid out: each has whole scale blocks of features. The other arguments are those of
-    rows_and_ragged_columns.
+    None. of_groups are group_sizes and first_row; without them the columns are (f, m), along all
+    rows. activation says what h is, and pieces how gate_up is laid out: each has whole scale blocks
+    of features. The other arguments are those of rows_and_ragged_columns.
     """
     operands = gate_up, *of_groups
     bind = partial(swiglu_quantize_p, activation=activation, pieces=pieces)
@@ -98,6 +99,12 @@ def _rows_and_columns(
     return rows, columns[0] if columns else None
 
 
+def _split_operands(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns gate_up and, for the gradient, dh; and group_sizes and first_row, or nothing."""
+    num_arrays = 2 - len(operands) % 2
+    return operands[:num_arrays], operands[num_arrays:]
+
+
 def _shape_rule(
     op: str,
     *operands,
@@ -107,11 +114,11 @@ def _shape_rule(
     activation: Activation,
     pieces: int = 1,
 ):
-    """The operands are gate_up, for the gradient dh, group_sizes and first_row."""
-    gate_up, *dh, group_sizes, _ = operands
+    (gate_up, *dh), of_groups = _split_operands(operands)
     checks.check_ndim(op, "gate_up", gate_up, 2, "(m, 2 f)")
     checks.check_dtype(op, "gate_up", gate_up, _INPUT_DTYPES)
-    groups.check_group_sizes(op, group_sizes)
+    if of_groups:
+        groups.check_group_sizes(op, of_groups[0])
     m, n = gate_up.shape
     if n % 2:
         raise ValueError(
@@ -120,14 +127,15 @@ def _shape_rule(
     expected = checks.short_type(jax.ShapeDtypeStruct((m, n // 2), gate_up.dtype))
     if dh and checks.short_type(dh[0]) != expected:
         raise ValueError(f"{op}: dh must be {expected}; got {checks.short_type(dh[0])}")
-    return result_types(m, n if dh else n // 2, group_sizes.shape[0], mode, e5m2)
+    num_groups = of_groups[0].shape[0] if of_groups else None
+    return result_types(m, n if dh else n // 2, num_groups, mode, e5m2)
 
 
 def _on_pieces(run: Callable[..., Sequence[jax.Array]], *operands, pieces: int, **params):
     """Runs `run`, which reads [gate | up], on a gate_up that is laid out in pieces."""
     gate_up, *others = operands
     results = run(without_pieces(gate_up, pieces, 1), *others, **params)
-    if len(operands) == 3:
+    if len(_split_operands(operands)[0]) == 1:
         return results
     rows, columns = modes.split(params["mode"])
     dims = [1, 1] * (rows is not None) + [0, 0] * (columns is not None)
@@ -135,16 +143,21 @@ def _on_pieces(run: Callable[..., Sequence[jax.Array]], *operands, pieces: int, 
 
 
 def _reference(function: Callable[..., jax.Array], *operands, activation: Activation, **params):
-    *arrays, group_sizes, first_row = operands
-    return reference(function(*arrays, activation), group_sizes, first_row, **params)
+    arrays, of_groups = _split_operands(operands)
+    return reference(function(*arrays, activation), *of_groups, **params)
 
 
 def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *operands, **params):
-    *arrays, group_sizes, first_row = operands
-    results = _shape_rule(target, *operands, **params)
+    arrays, of_groups = _split_operands(operands)
     if arrays[0].size == 0:
         return _reference(function, *operands, **params)
-    return call_kernel(target, source, arrays, (group_sizes, first_row), results, **params)
+    m = arrays[0].shape[0]
+    sizes, first_row = of_groups or (jnp.full((1,), m, jnp.int32), jnp.zeros((1,), jnp.int32))
+    types = _shape_rule(target, *arrays, sizes, first_row, **params)
+    results = call_kernel(target, source, arrays, (sizes, first_row), types, **params)
+    # One group of all rows ends with a whole scale block: with zeros, of which nothing is kept.
+    wanted = _shape_rule(target, *operands, **params)
+    return [y[tuple(map(slice, to.shape))] for y, to in zip(results, wanted, strict=True)]
 
 
 def _of_pieces(run, *args) -> Callable[..., Sequence[jax.Array]]:

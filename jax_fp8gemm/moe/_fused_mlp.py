@@ -1,4 +1,4 @@
-"""fused_mlp: moe_mlp for recipes whose activation is quantised as it is computed, with derivatives.
+"""fused_mlp: moe_mlp and gated_mlp for recipes whose activation is quantised as it is computed.
 
 _mlp_products.py says what is computed, and in which format.
 """
@@ -15,18 +15,19 @@ from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
+from jax_fp8gemm._primitives.quantize import rows_and_columns
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._operands import MlpOperands
 
 # The columns of x, what the products keep, the weights, and the groups.
-_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, Groups]
+_Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Experts, Groups | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_mlp(specs: Specs, operands: MlpOperands) -> jax.Array:
-    """Returns moe_mlp of operands that are checked."""
+    """Returns moe_mlp of operands that are checked, or gated_mlp where they have no groups."""
     x, w_gate_up, w_down, biases, groups = operands
     rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
     w = products.transposed_weights(specs, w_gate_up, w_down, biases)
@@ -59,14 +60,16 @@ def _rows_and_columns(
     spec: ProductSpec,
     fmt: Format | None,
     x: jax.Array,
-    groups: Groups,
+    groups: Groups | None,
     column_block: tuple[int, int] = (1, 128),
 ) -> tuple[ScaledArray, ScaledArray | None]:
-    """Quantises x along its last dimension, and along the tokens of each group if needed.
+    """Quantises x along its last dimension and, if needed, along the tokens of each group, or all.
 
     A product reads the latter, with this scale block, for the gradient of its weights.
     """
     args = quantize_args(spec, fmt)
     if spec.rhs_dtype is None:
         return quantize(x, **args), None
+    if groups is None:
+        return rows_and_columns(x, column_block, **args)
     return rows_and_ragged_columns(x, *groups, column_block, **args)

@@ -21,6 +21,9 @@ dh and dx read the same quantised values of the weights as out and gate_up do. O
 only gate_up, dh, out and dx are stored unquantised. Sums are accumulated in f32. With
 kept_gate_up="fp8" gate_up is FP8 between the passes, and da reads that (_kept_gate_up.py).
 
+gated_mlp has no groups, and weights (d, 2 f) and (f, d). Its products are dense, as those of
+matmul, and on a mesh that cuts rows devices add their parts of the gradients of weights.
+
 Rows of no group are zeros in the results of products, or hold anything: `unused_rows` of the specs
 says which. Then they may hold NaN, and reach no column, no gradient of a weight and none of a bias.
 
@@ -39,9 +42,11 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
-from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
+from jax_fp8gemm._ops.product import gemm_as
+from jax_fp8gemm._ops.product_spec import DType, ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
 from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
+from jax_fp8gemm._primitives.grouped_gemm import UnusedRows
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm.moe._biases import Biases, add_bias, as_biases, sum_of_groups
@@ -92,15 +97,34 @@ def weights_both_ways(
     return Experts(*kept, name_residual("rhs", biases)), Experts(*transposed, biases)
 
 
-def gate_up_product(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
+def _row_product(
+    spec: ProductSpec,
+    dtype: DType,
+    rows: ScaledArray,
+    w: ScaledArray,
+    groups: Groups | None,
+    out_spec: PartitionSpec | None = None,
+    unused_rows: UnusedRows = "zero",
+) -> jax.Array:
+    """Multiplies each group of rows by its weight, or all rows by the one that there is."""
+    if groups is None:
+        return gemm_as(spec, dtype, rows, w, out_spec)
+    return grouped_gemm_as(spec, dtype, rows, w, *groups, out_spec, unused_rows)
+
+
+def gate_up_product(
+    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None
+) -> jax.Array:
     """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
     into, left = specs.into, specs.unused_rows
-    gate_up = grouped_gemm_as(into, into.out_dtype, rows, w.gate_up, *groups, unused_rows=left)
-    return gate_up if w.biases is None else add_bias(gate_up, w.biases.gate_up, groups)
+    gate_up = _row_product(into, into.out_dtype, rows, w.gate_up, groups, unused_rows=left)
+    if w.biases is None or groups is None:
+        return gate_up
+    return add_bias(gate_up, w.biases.gate_up, groups)
 
 
 def down_product(
-    specs: Specs, gate_up: jax.Array, w: Experts, groups: Groups, *, with_columns: bool
+    specs: Specs, gate_up: jax.Array, w: Experts, groups: Groups | None, *, with_columns: bool
 ) -> tuple[jax.Array, ScaledArray | None]:
     """Returns out (m, d), by transposed weights, and if with_columns the columns of h."""
     down = specs.down
@@ -108,22 +132,26 @@ def down_product(
     activation, pieces = specs.activation, specs.pieces
     how: dict[str, Any] = dict(with_columns=with_columns, column_block=down.recipe.wgrad_lhs_block)
     h, h_columns = swiglu_quantize(
-        gate_up, *groups, activation=activation, pieces=pieces, **how, **args
+        gate_up, *(groups or ()), activation=activation, pieces=pieces, **how, **args
     )
     of_out = down.shardings.out, specs.unused_rows
-    out = grouped_gemm_as(down, down.out_dtype, h, w.down, *groups, *of_out)
-    return out if w.biases is None else add_bias(out, w.biases.down, groups), h_columns
+    out = _row_product(down, down.out_dtype, h, w.down, groups, *of_out)
+    if w.biases is None or groups is None:
+        return out, h_columns
+    return add_bias(out, w.biases.down, groups), h_columns
 
 
-def hidden_gradient(specs: Specs, douts: ScaledArray, w: Experts, groups: Groups) -> jax.Array:
+def hidden_gradient(
+    specs: Specs, douts: ScaledArray, w: Experts, groups: Groups | None
+) -> jax.Array:
     """Returns dh (m, f) of the quantised rows of dout."""
     with jax.named_scope("dlhs"):
         down, left = specs.down, specs.unused_rows
-        return grouped_gemm_as(down, down.lhs_dtype, douts, w.down, *groups, unused_rows=left)
+        return _row_product(down, down.lhs_dtype, douts, w.down, groups, unused_rows=left)
 
 
 def row_gradient(
-    specs: Specs, gate_up: jax.Array, dh: jax.Array, w: Experts, groups: Groups
+    specs: Specs, gate_up: jax.Array, dh: jax.Array, w: Experts, groups: Groups | None
 ) -> tuple[jax.Array, ScaledArray | None]:
     """Returns dx (m, d), and the columns of da if w_gate_up has a gradient."""
     into = specs.into
@@ -131,11 +159,11 @@ def row_gradient(
     how: dict[str, Any] = dict(activation=specs.activation, pieces=specs.pieces)
     with_columns = into.rhs_dtype is not None
     da, da_columns = swiglu_grad_quantize(
-        gate_up, dh, *groups, with_columns=with_columns, **how, **args
+        gate_up, dh, *(groups or ()), with_columns=with_columns, **how, **args
     )
     with jax.named_scope("dlhs"):
         of_dx = into.shardings.lhs, specs.unused_rows
-        dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, *of_dx)
+        dx = _row_product(into, into.lhs_dtype, da, w.gate_up, groups, *of_dx)
     return dx, da_columns
 
 
@@ -143,7 +171,7 @@ def weight_gradient(
     spec: ProductSpec,
     lhs: ScaledArray | None,
     dout: ScaledArray | None,
-    groups: Groups,
+    groups: Groups | None,
     accum: jax.Array | None = None,
 ) -> jax.Array | None:
     """Returns the gradient of the weights of this product; None if they have none.
@@ -152,8 +180,11 @@ def weight_gradient(
     """
     if spec.rhs_dtype is None:
         return None
-    how = groups.sizes, spec.shardings.rhs, accum
     with jax.named_scope("drhs"):
+        if groups is None:
+            assert lhs is not None and dout is not None and accum is None
+            return gemm_as(spec, spec.rhs_dtype, lhs, dout, spec.shardings.rhs)
+        how = groups.sizes, spec.shardings.rhs, accum
         return grouped_wgrad_as(spec, spec.rhs_dtype, lhs, dout, *how)
 
 
@@ -172,7 +203,7 @@ def bias_gradients(
 
 
 def forward(
-    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups, *, is_differentiated: bool
+    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None, *, is_differentiated: bool
 ) -> tuple[jax.Array, Residuals]:
     """Returns the experts' results, and what `backward` needs.
 
@@ -192,7 +223,7 @@ def backward(
     w: Experts,
     douts: ScaledArray,
     columns: Columns,
-    groups: Groups,
+    groups: Groups | None,
     dout: Callable[[], jax.Array],
 ) -> tuple[jax.Array, Any, Any, Biases | None]:
     """Returns dx, dw_gate_up, dw_down and dbiases, from quantised rows of dout and the columns.
@@ -205,7 +236,7 @@ def backward(
     dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
     dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)
     dw_gate_up, dw_down = specs.gradients_of_weights(dw_gate_up, dw_down)
-    if w.biases is None:
+    if w.biases is None or groups is None:
         return dx, dw_gate_up, dw_down, None
     dbiases = bias_gradients(specs, gate_up, dh, dout(), groups)
     return dx, dw_gate_up, dw_down, as_biases(dbiases, w.biases)

@@ -89,7 +89,7 @@ def make_specs(
     weight = lambda w: None if isinstance(w, ScaledArray) else w
     kept = kernel_dtype(x.dtype)
     into = make_spec(op, x, weight(w_gate_up), recipe, kept, implementation)
-    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[1]), kept)
+    h = jax.ShapeDtypeStruct((x.shape[0], w_down.shape[-2]), kept)
     down = make_spec(op, h, weight(w_down), recipe, x.dtype, implementation)
     check_precision(op, None, into)
     if recipe.batch_invariant and not recipe.is_fused:

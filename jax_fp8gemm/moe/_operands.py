@@ -36,21 +36,21 @@ class Inputs(NamedTuple):
 
 
 class MlpOperands(NamedTuple):
-    """The checked arrays that moe_mlp is given.
+    """The checked arrays that moe_mlp or gated_mlp is given.
 
     Attributes:
       x: (m, d), rows sorted by group.
-      w_gate_up: (g, d, 2 f), the weights of the experts.
-      w_down: (g, f, d), likewise.
+      w_gate_up: (g, d, 2 f), the weights of the experts; (d, 2 f) without groups.
+      w_down: (g, f, d), likewise; (f, d) without groups.
       biases: None, or those of the experts.
-      groups: the sizes and the first rows of the groups.
+      groups: the sizes and the first rows of the groups; None for gated_mlp, which has no biases.
     """
 
     x: jax.Array
     w_gate_up: Weights
     w_down: Weights
     biases: Biases | None
-    groups: Groups
+    groups: Groups | None
 
 
 class Operands(NamedTuple):
