@@ -87,10 +87,13 @@ def gated_mlp(
         )
         return out.reshape(x.shape)
     specs = make_specs(op, rows, w_gate_up, w_down, recipe, implementation, activation, pieces)
-    operands = rows, *without_gradients(op, w_gate_up, w_down)
-    operands = match_varying(*jax.tree.map(lambda w: settle(op, jnp.asarray(w)), operands))
-    specs = with_operand_shardings(specs, *operands)
-    out = reverse_mode(op, partial(fused_mlp, specs), MlpOperands(*operands, None, None))
+    w_gate_up, w_down = without_gradients(op, w_gate_up, w_down)
+    operands = rows, w_gate_up, w_down
+    settled = jax.tree.map(lambda w: settle(op, jnp.asarray(w)), operands)
+    rows, w_gate_up, w_down = match_varying(*settled)
+    specs = with_operand_shardings(specs, rows, w_gate_up, w_down)
+    operands = MlpOperands(rows, w_gate_up, w_down, biases=None, groups=None)
+    out = reverse_mode(op, partial(fused_mlp, specs), operands)
     return out.reshape(x.shape)
 
 

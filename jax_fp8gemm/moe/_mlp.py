@@ -145,6 +145,7 @@ def _unfused_mlp(
 ) -> jax.Array:
     """Computes moe_mlp by two calls of ragged_dot, which stores activations unquantised."""
     x, w_gate_up, w_down, biases, groups = operands
+    assert groups is not None
     if not recipe.is_fp8:
         w_gate_up, w_down = (
             w.dequantize(x.dtype) if isinstance(w, ScaledArray) else unquantised(w).astype(x.dtype)
