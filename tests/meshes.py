@@ -16,6 +16,18 @@ def mesh(*axis_types, shape=(4,)):
     return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=axis_types)
 
 
+def all_gpus(*axis_types):
+    """Returns a mesh of all GPUs, or of the largest power of two of them.
+
+    With two axis types, the second axis has two GPUs.
+    """
+    num = 1 << len(jax.devices()).bit_length() - 1
+    if num == 1:
+        # What one GPU computes is tested elsewhere; here it is what moves between several.
+        pytest.skip("needs two GPUs; got one")
+    return mesh(*axis_types, shape=(num,) if len(axis_types) == 1 else (num // 2, 2))
+
+
 def collectives(compiled):
     """["all-reduce f32[128,512]", ...], sorted: one entry for each array, also of combined ones.
 

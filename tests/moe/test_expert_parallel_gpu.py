@@ -11,8 +11,9 @@ import pytest
 import reference
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import all_gpus
 from test_expert_parallel import vjp
-from test_mesh_gpu import all_gpus, place
+from test_mesh_gpu import place
 
 from benchmarks.families.hlo_text import products_beside
 from benchmarks.families.mesh import moved_bytes

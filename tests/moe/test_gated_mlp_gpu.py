@@ -11,7 +11,7 @@ from assertions import GPU_MLP, assert_all_same_bits
 from gated_activations import NAMES, OTHERS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import collectives, mesh
+from meshes import all_gpus, collectives
 from moe_cases import problem, truth
 
 from jax_fp8gemm import DEEPSEEK_V3, Recipe
@@ -85,10 +85,7 @@ def test_a_thousand_runs_have_the_same_bits():
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_tokens_and_weights_over_one_axis(axis_type, recipe):
     """Rows have the bits of one GPU. Gradients of weights are added up in another order."""
-    num = 1 << len(jax.devices()).bit_length() - 1
-    if num == 1:
-        pytest.skip("needs two GPUs; got one")
-    rows = NamedSharding(mesh(axis_type, shape=(num,)), P("x"))
+    rows = NamedSharding(all_gpus(axis_type), P("x"))
     operands = operands_of(8192, d=1024, f=2048)
     expected = jax.device_get(dense_vjp(*operands, recipe=recipe))
     placed = [jax.device_put(np.asarray(x), rows) for x in operands]

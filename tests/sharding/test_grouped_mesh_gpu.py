@@ -13,8 +13,8 @@ import ragged_cases
 from assertions import assert_all_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import collectives
-from test_mesh_gpu import all_gpus, place
+from meshes import all_gpus, collectives
+from test_mesh_gpu import place
 from test_partition_grouped import problem, vjp
 
 pytestmark = pytest.mark.gpu

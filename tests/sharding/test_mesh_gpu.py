@@ -16,7 +16,7 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import collectives, mesh
+from meshes import all_gpus, collectives
 
 import jax_fp8gemm as jf
 
@@ -29,15 +29,6 @@ exact_matmul = functools.partial(
     jf.matmul, recipe=jf.Recipe(pow2_scale=True), implementation=gpu_cases.IMPLEMENTATION
 )
 quantize = functools.partial(jf.quantize, pow2_scale=True, implementation=gpu_cases.IMPLEMENTATION)
-
-
-def all_gpus(*axis_types):
-    """A mesh of all GPUs, or of the largest power of two of them; two of them are the axis y."""
-    num = 1 << len(jax.devices()).bit_length() - 1
-    if num == 1:
-        # What one GPU computes is tested elsewhere; here it is what moves between several.
-        pytest.skip("needs two GPUs; got one")
-    return mesh(*axis_types, shape=(num,) if len(axis_types) == 1 else (num // 2, 2))
 
 
 @functools.cache
