@@ -86,7 +86,7 @@ def result_types(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of (m, k) quantised along k, along the tokens of each group, or both.
 
-    num_groups: None where there are no groups, but all rows, of which each is a column.
+    num_groups: the number of groups. With None every row of (m, k) is a token, and has a column.
     """
     rows, columns = modes.split(mode)
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1

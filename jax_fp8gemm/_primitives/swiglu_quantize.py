@@ -155,7 +155,8 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
     sizes, first_row = of_groups or (jnp.full((1,), m, jnp.int32), jnp.zeros((1,), jnp.int32))
     types = _shape_rule(target, *arrays, sizes, first_row, **params)
     results = call_kernel(target, source, arrays, (sizes, first_row), types, **params)
-    # One group of all rows ends with a whole scale block: with zeros, of which nothing is kept.
+    # Without groups the kernel runs on one group, whose columns it pads with zeros to a multiple of
+    # 128. The result has m columns.
     wanted = _shape_rule(target, *operands, **params)
     return [y[tuple(map(slice, to.shape))] for y, to in zip(results, wanted, strict=True)]
 

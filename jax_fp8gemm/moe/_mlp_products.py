@@ -118,8 +118,9 @@ def gate_up_product(
     """Returns gate_up (m, 2 f) of the quantised rows, by transposed weights."""
     into, left = specs.into, specs.unused_rows
     gate_up = _row_product(into, into.out_dtype, rows, w.gate_up, groups, unused_rows=left)
-    if w.biases is None or groups is None:
+    if w.biases is None:
         return gate_up
+    assert groups is not None  # gated_mlp has no biases
     return add_bias(gate_up, w.biases.gate_up, groups)
 
 
@@ -136,8 +137,9 @@ def down_product(
     )
     of_out = down.shardings.out, specs.unused_rows
     out = _row_product(down, down.out_dtype, h, w.down, groups, *of_out)
-    if w.biases is None or groups is None:
+    if w.biases is None:
         return out, h_columns
+    assert groups is not None  # gated_mlp has no biases
     return add_bias(out, w.biases.down, groups), h_columns
 
 
@@ -236,7 +238,8 @@ def backward(
     dw_gate_up = weight_gradient(specs.into, columns.x, da_columns, groups)
     dw_down = weight_gradient(specs.down, h_columns, columns.dout, groups)
     dw_gate_up, dw_down = specs.gradients_of_weights(dw_gate_up, dw_down)
-    if w.biases is None or groups is None:
+    if w.biases is None:
         return dx, dw_gate_up, dw_down, None
+    assert groups is not None  # gated_mlp has no biases
     dbiases = bias_gradients(specs, gate_up, dh, dout(), groups)
     return dx, dw_gate_up, dw_down, as_biases(dbiases, w.biases)
