@@ -6,7 +6,7 @@ import jax
 from jax.extend import core
 
 COLLECTIVES = ("all_gather", "all_to_all", "ragged_all_to_all", "psum", "pmax", "ppermute")
-PRODUCTS = ("jax_fp8gemm_grouped_gemm", "jax_fp8gemm_grouped_wgrad")
+PRODUCTS = ("jax_fp8gemm_gemm", "jax_fp8gemm_grouped_gemm", "jax_fp8gemm_grouped_wgrad")
 
 
 @dataclasses.dataclass(frozen=True)
