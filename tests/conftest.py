@@ -23,6 +23,9 @@ os.environ["XLA_FLAGS"] = " ".join([*_flags, os.environ.get("XLA_FLAGS", "")])
 if "JAX_FP8GEMM_CACHE_DIR" not in os.environ:
     os.environ["JAX_FP8GEMM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_fp8gemm_cache_")
     atexit.register(shutil.rmtree, os.environ["JAX_FP8GEMM_CACHE_DIR"], ignore_errors=True)
+# XLA:CPU has as many threads as this, or as devices. A collective that waits for the other devices
+# holds one, and a device may wait in two at once: with 8 threads, 8 devices have hung.
+os.environ.setdefault("NPROC", "32")
 # Some GPU tests start processes that need the GPU's memory too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # NumPy's products are small: its idle threads would spin on the cores of other processes.
