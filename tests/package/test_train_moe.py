@@ -336,6 +336,12 @@ def test_the_summary_is_of_pairs_of_seeds(run, tmp_path, capsys):
         ("The same with 291 M parameters", "training_300m_forks", "training_300m_forks", True),
         ("Three thousand steps", "training_300m_3000", "training_300m_3000", True),
         ("Documents whose loss counts little", "training_light", "training_light", False),
+        (
+            "The same documents with 30 M parameters",
+            "training_light_30m",
+            "training_light_30m",
+            False,
+        ),
     ],
 )
 def test_the_page_and_readme_quote_the_summary_of_the_stored_metrics(
