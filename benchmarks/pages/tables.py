@@ -28,7 +28,10 @@ ONE_GPU = (
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
-ALL_GPUS = ("fsdp", "h100_fsdp", "h100_expert_parallel", "h100_expert_parallel_exchanges")
+ALL_GPUS = (
+    *("fsdp", "h100_fsdp", "expert_parallel_exchanges"),
+    *("h100_expert_parallel", "h100_expert_parallel_exchanges"),
+)
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 
