@@ -34,6 +34,13 @@ class _InFp8:
         implementation: Implementation = None,
         **kwargs: Any,
     ):
+        for name in ("dot_general", "dot_general_cls"):
+            if kwargs.pop(name, None) is not None:
+                op = type(self).__name__
+                raise TypeError(
+                    f"{op}: {name} must be left out, for the recipe names the product; got one. "
+                    f"Use flax.nnx.{op} for another product."
+                )
         kwargs |= dict(dot_general=bind(dot_general, recipe, implementation))
         kwargs.setdefault("promote_dtype", _promote_dtype)
         # Flax's class comes next, in the order of bases.
@@ -54,6 +61,8 @@ class Linear(_InFp8, nnx.Linear):
     Args:
       in_features, out_features, kwargs: as for nnx.Linear, `dot_general` aside.
       recipe, implementation: as for jax_fp8gemm.dot_general.
+    Raises:
+      TypeError: `dot_general` is given.
     """
 
     __call__ = scoped(nnx.Linear.__call__)
@@ -66,6 +75,8 @@ class LinearGeneral(_InFp8, nnx.LinearGeneral):
       in_features, out_features, kwargs: as for nnx.LinearGeneral, `dot_general` and
         `dot_general_cls` aside.
       recipe, implementation: as for jax_fp8gemm.dot_general.
+    Raises:
+      TypeError: one of these two is given.
     """
 
     __call__ = scoped(nnx.LinearGeneral.__call__)

@@ -148,6 +148,21 @@ def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
         ours.Einsum("ab,bc->ac", (2, 3), implementation="gpu", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize(
+    "name, argument",
+    [
+        ("Linear", "dot_general"),
+        ("LinearGeneral", "dot_general"),
+        ("LinearGeneral", "dot_general_cls"),
+    ],
+)
+def test_another_product_is_refused_by_nnx(name, argument):
+    module = getattr(ours, name)
+    with raises(TypeError, match=f"^{name}: {argument} must be left out, .* Use flax.nnx"):
+        module(128, 128, rngs=nnx.Rngs(0), **{argument: jax.lax.dot_general})
+    module(128, 128, rngs=nnx.Rngs(0), **{argument: None})
+
+
 def test_einsum_needs_two_operands_and_a_result():
     with pytest.raises(ValueError, match="must have two operands and an explicit result; got 'ab'"):
         linen.Einsum(shape=(2, 2), einsum_str="ab").init(jax.random.key(0), X)
