@@ -1,8 +1,11 @@
 """Which GPU this is, the SM clock and the energy of a block of work. It needs nvidia-ml-py."""
 
+import ctypes
+import functools
 import hashlib
 import statistics
 import threading
+import uuid
 from typing import Any
 
 
@@ -80,4 +83,21 @@ def _device() -> tuple[Any, Any]:
     import pynvml  # pyright: ignore[reportMissingImports]
 
     pynvml.nvmlInit()
-    return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(_first_uuid())
+
+
+@functools.cache
+def _first_uuid() -> str:
+    """The UUID of the first GPU that CUDA shows, as NVML writes it.
+
+    NVML counts all GPUs of the host; CUDA those that CUDA_VISIBLE_DEVICES names.
+    """
+    driver, device, content = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetUuid(content, device)
+    )
+    if failed:
+        raise OSError(f"the CUDA driver must have a GPU; got error {failed}")
+    return f"GPU-{uuid.UUID(bytes=bytes(content))}"

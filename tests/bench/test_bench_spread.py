@@ -129,10 +129,11 @@ def test_rows_are_those_that_are_compiled_beforehand():
 def test_a_gpu_is_named_by_a_hash_of_its_uuid(monkeypatch):
     fake = types.SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetHandleByUUID=lambda text: text,
         nvmlDeviceGetUUID=lambda device: "GPU-1234",
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(nvml, "_first_uuid", lambda: "GPU-1234")
     name = nvml.gpu_hash()
     assert name and len(name) == 8 and "1234" not in name
     fake.nvmlDeviceGetUUID = lambda device: b"GPU-1234"
@@ -141,6 +142,24 @@ def test_a_gpu_is_named_by_a_hash_of_its_uuid(monkeypatch):
     assert nvml.gpu_hash() not in (None, name)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert nvml.gpu_hash() is None
+
+
+@pytest.mark.parametrize("failed", ["", "cuInit", "cuDeviceGet", "cuDeviceGetUuid"])
+def test_the_gpu_is_the_first_that_cuda_shows(monkeypatch, failed):
+    def get_uuid(content, device):
+        content[:] = range(16)
+        return 0
+
+    calls = dict(cuInit=lambda flags: 0, cuDeviceGet=lambda device, i: i, cuDeviceGetUuid=get_uuid)
+    if failed:
+        calls[failed] = lambda *_: 100
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: types.SimpleNamespace(**calls))
+    if failed:
+        with pytest.raises(OSError, match="must have a GPU; got error 100"):
+            nvml._first_uuid.__wrapped__()
+    else:
+        # As `nvidia-smi -L` writes it.
+        assert nvml._first_uuid.__wrapped__() == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 # DeepGEMM's time over ours, by machine; None where it did not run.
