@@ -25,7 +25,7 @@ from benchmarks.families.exchanges import (
 from benchmarks.families.mesh import AXIS, Options, local_mesh, step_call
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.timer import Call
-from jax_fp8gemm import BF16, moe
+from jax_fp8gemm import BF16, Recipe, moe
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 from jax_fp8gemm.moe._parallel.parts import NumParts
 
@@ -39,6 +39,7 @@ _NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
 # Of jax.lax.ragged_dot's layer, whose time and memory grow with the rows that it has room for: as
 # many as ours computes in a turn. Evenly spread choices do not reach it, so none is dropped.
 _LAX_CAPACITY = 1.25
+_FP8_COMBINE = Recipe(fp8_combine=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ def expert_parallel_cases(
 ) -> list[Case]:
     """Our layer in each mode beside one GPU alone, and once in bf16. Figures are of one GPU.
 
-    Last come rows of the forward pass alone, in one part.
+    Also once beside ours whose results travel back in FP8. Last come rows of the forward pass
+    alone, in one part.
 
     parts: keys of PARTS, with each of which the layer is measured.
     """
@@ -83,13 +85,14 @@ def expert_parallel_cases(
     )
 
     def case(mode: Mode, num_parts: str) -> Case:
-        def build() -> Call:
+        def build(**more: Any) -> Call:
             with mode.applied():
-                how: dict[str, Any] = dict(parts=PARTS[num_parts]) | mode.options()
+                how: dict[str, Any] = dict(parts=PARTS[num_parts]) | mode.options() | more
                 return expert_parallel_call(mixture, mode.mesh(mesh), **how)
 
         peers: dict[str, Build] = {"one_gpu": one_gpu}
         if mode.text == "all_gather" and num_parts == parts[0]:
+            peers["fp8_combine"] = functools.partial(build, recipe=_FP8_COMBINE)
             peers["lax_ragged_dot"] = functools.partial(
                 expert_parallel_call,
                 mixture,
@@ -103,12 +106,14 @@ def expert_parallel_cases(
         return _case(mixture, m.name, mode, mesh, *how)
 
     def forward_case(mode: Mode) -> Case:
-        def build() -> Call:
+        def build(**more: Any) -> Call:
             with mode.applied():
-                on = mode.mesh(mesh)
-                return expert_parallel_call(mixture, on, is_forward=True, **mode.options())
+                how: dict[str, Any] = dict(is_forward=True) | mode.options() | more
+                return expert_parallel_call(mixture, mode.mesh(mesh), **how)
 
         peers: dict[str, Build] = {"one_gpu": one_gpu_forward}
+        if mode.text == "all_gather":
+            peers["fp8_combine"] = functools.partial(build, recipe=_FP8_COMBINE)
         # Read once: x and both weights. Written once: the result.
         work = Work(m.flop // 3, 2 * (2 * m.tokens * m.hidden + 3 * m.experts * m.hidden * m.inter))
         return _case(mixture, f"{m.name}_forward", mode, mesh, work, build, peers, 1)

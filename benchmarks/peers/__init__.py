@@ -13,6 +13,8 @@
 - quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
 - square_once: of `moe`, the same, and weight gradients with 128x128 blocks of lhs.
 - fp8_gate_up: of `moe`, our call that keeps gate_up in FP8 for its backward pass.
+- square_wgrad: of `fsdp`, our step with weight gradients from squares.
+- fp8_combine: of `expert-parallel`, our layer whose results travel back in FP8.
 - lax_ragged_dot: jax.lax.ragged_dot on bf16; for weight gradients jax.lax.ragged_dot_general.
 - lax_ragged_dot_cudnn: the same with XLA's flag for cuDNN's grouped kernels.
 - tokamax: the same of tokamax on its Mosaic GPU kernel, the best of a few configs.
@@ -24,6 +26,7 @@ NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up"),
+    *("square_wgrad", "fp8_combine"),
 )
 
 

@@ -195,11 +195,12 @@ def test_work_of_a_mixture():
     assert [case.labels["name"] for case in forward] == ["tiny_forward"] * 3
     assert {case.work.flop for case in forward} == {first.work.flop // 3}
     assert first.labels["mode"] == "all_gather"
-    assert list(first.peers) == ["one_gpu", "lax_ragged_dot"]
-    assert [list(case.peers) for case in others] == [["one_gpu"]] * 5
+    assert list(first.peers) == ["one_gpu", "fp8_combine", "lax_ragged_dot"]
+    assert list(forward[0].peers) == ["one_gpu", "fp8_combine"]
+    assert [list(case.peers) for case in (*others[:2], *forward[1:])] == [["one_gpu"]] * 4
     in_parts = expert_parallel.expert_parallel_cases(MIXTURE, ("1", "chosen"))
     assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3 + [1] * 3
-    assert [list(case.peers) for case in in_parts[1:]] == [["one_gpu"]] * 8
+    assert [list(case.peers) for case in in_parts[1:6]] == [["one_gpu"]] * 5
     weights = 2 * 128 * 128 + 2 * 64 * 128
     assert first.work.num_bytes == 2 * (4 * 64 * 128 + 2 * weights)
 
@@ -222,6 +223,14 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
     assert ours.moved_bytes[f"all-gather {FP8[0]}"] == 2 * 128 * 128 * FP8[1]
     assert ours.moved_bytes["all-gather f32"] == 128 * 4 * (2 + 2)
     assert ours.moved_bytes["all-gather s32"] == 128 * 4 * 2
+    in_fp8 = first.peers["fp8_combine"]()
+    assert in_fp8.moved_bytes is not None
+    # Results and dx, of 128 tokens on each device before they are added.
+    assert in_fp8.moved_bytes[f"all-to-all {FP8[0]}"] == 2 * 128 * 128 * FP8[1]
+    assert f"all-to-all {FP8[0]}" not in ours.moved_bytes
+    in_fp8 = np.asarray(in_fp8.run()[0], np.float32)
+    x = np.asarray(results[0], np.float32)
+    assert 0 < np.linalg.norm(in_fp8 - x) < 0.1 * np.linalg.norm(x)
     one_gpu = first.peers["one_gpu"]()
     out, *gradients = one_gpu.run()
     assert out.shape == (64, 128) and len(out.devices()) == 1
