@@ -56,7 +56,12 @@ def main(argv: Sequence[str]) -> int:
     add("--listed", action="store_true", help="also the rows of `bench dense`, last")
     add("--seconds", type=float, default=60, help="how long the shapes may take")
     add("--rounds", type=int, default=4)
-    add("--jobs", type=int, default=os.cpu_count(), help="processes and threads that compile")
+    add(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes and threads that compile",
+    )
     add("--compile-only", action="store_true", help="compile the kernels and end; needs no GPU")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

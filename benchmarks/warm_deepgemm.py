@@ -23,7 +23,7 @@ PEER = "deepgemm"
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks warm-deepgemm", description=__doc__)
     parser.add_argument("tables", nargs="+", help="dense, ragged:held-out, dense:random:40, ...")
-    parser.add_argument("-j", "--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("-j", "--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2))
     parser.add_argument("--share", help="I/N: in this process, every N-th row from the I-th on")
     arguments = parser.parse_args(argv)
     if arguments.share:

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     precompile.add_argument(
         "--clusters", action="store_true", help="those that only tests and bench --tile run, too"
     )
-    precompile.add_argument("-j", "--jobs", type=int, default=os.cpu_count(), metavar="N")
+    precompile.add_argument(
+        "-j", "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N"
+    )
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(backend_info())
