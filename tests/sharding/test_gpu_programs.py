@@ -159,11 +159,18 @@ def peak_gb(loop, is_ours):
     return call.peak_bytes / GB
 
 
+# XLA of jax 0.10 plans 36.30 GB beside 35.17, of 0.11 34.94 beside 34.93.
+SCAN = 1.005 if jax.__version_info__ >= (0, 11) else 1.035
+
+
 @pytest.mark.parametrize(
-    "loop, most", [("unrolled", 0.90), ("scan", 1.005), ("scan, gated_mlp", 0.90)]
+    "loop, most", [("unrolled", 0.90), ("scan", SCAN), ("scan, gated_mlp", 0.90)]
 )
 def test_a_step_needs_no_more_memory_than_in_bf16(loop, most):
-    """By XLA's plan. Measured programs had the same peaks: 22.96, 34.94 and 30.60 GB."""
+    """By XLA's plan. Measured programs, with jax 0.11, had the same peaks: 22.96, 34.94, 30.60 GB.
+
+    With jax 0.10 a scan of single products needs 3 % more than in bf16.
+    """
     ours, bf16 = (peak_gb(loop, is_ours) for is_ours in (True, False))
     print(f"{ours:.2f} GB, bf16 {bf16:.2f}")  # pytest -rP shows it
     assert ours < most * bf16
