@@ -35,11 +35,10 @@ class _InFp8:
         **kwargs: Any,
     ):
         for name in ("dot_general", "dot_general_cls"):
-            if kwargs.pop(name, None) is not None:
-                op = type(self).__name__
+            if (given := kwargs.pop(name, None)) is not None:
                 raise TypeError(
-                    f"{op}: {name} must be left out, for the recipe names the product; got one. "
-                    f"Use flax.nnx.{op} for another product."
+                    f"{type(self).__name__}: {name} must be left out, for the recipe names the "
+                    f"product; got {given}. Use flax.nnx's own module for another product."
                 )
         kwargs |= dict(dot_general=bind(dot_general, recipe, implementation))
         kwargs.setdefault("promote_dtype", _promote_dtype)
