@@ -13,11 +13,12 @@ from collections.abc import Callable
 from benchmarks.pages.layers import energy_table, steps_table
 from benchmarks.pages.machines import machines_section
 from benchmarks.pages.readme import means_text, readme_table
+from benchmarks.pages.results import H100
 from benchmarks.pages.tables import files_table, regret_table, rows_table, summary_table
 from benchmarks.provenance import ROOT
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/moe.md")
-_TABLES: dict[str, Callable[[], str]] = {
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/performance_h100.md", "docs/moe.md")
+_TABLES: dict[str, Callable[[str], str]] = {
     "files": files_table,
     "summary": summary_table,
     "regret": regret_table,
@@ -37,7 +38,9 @@ def fill(text: str) -> str:
         if name.startswith("image_"):
             content = _image(name.removeprefix("image_"))
         else:
-            content = _TABLES[name]() if name in _TABLES else rows_table(name)
+            prefix = H100 if name.startswith(H100) else ""
+            of = _TABLES.get(name.removeprefix(prefix))
+            content = of(prefix) if of else rows_table(name)
         return f"<!-- results {name} -->\n{content}\n<!-- end -->"
 
     return re.sub(r"<!-- results (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)

@@ -8,9 +8,9 @@ _BF16_TFLOPS = FP8_TFLOPS / 2
 _SUSTAINED = ("dense", "ragged", "matmul", "moe")
 
 
-def steps_table() -> str:
+def steps_table(prefix: str = "") -> str:
     """Of each block and implementation: time with the gaps, tokens a second, share of the peak."""
-    document = load("step")
+    document = load(f"{prefix}step")
     if document is None:
         return "No file `step.json` yet."
     header = ("block", "in", "kernels ms", "step ms", "tokens a second", "TFLOPS")
@@ -43,11 +43,11 @@ def _step_line(row: Row, peer: str) -> list[object]:
     ]
 
 
-def energy_table() -> str:
+def energy_table(prefix: str = "") -> str:
     """Joules of a call, ours and each peer's, of the sustained files."""
     lines = []
     for name in _SUSTAINED:
-        document = load(f"{name}_sustained")
+        document = load(f"{prefix}{name}_sustained")
         for row in document["rows"] if document else ():
             if "joules" not in row:
                 continue

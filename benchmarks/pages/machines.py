@@ -12,9 +12,9 @@ _FEWEST = 2  # one machine has no spread
 _VERSIONS = ("driver", "jax", "torch", "deep_gemm")
 
 
-def machines_section() -> str:
-    """A section of docs/performance.md; empty with fewer than two machines."""
-    document = load("machines")
+def machines_section(prefix: str = "") -> str:
+    """A section of a page; empty with fewer than two machines."""
+    document = load(f"{prefix}machines")
     machines = document["machines"] if document else []
     if document is None or len(machines) < _FEWEST:
         return ""
@@ -31,9 +31,9 @@ def machines_section() -> str:
     return "\n\n".join(parts)
 
 
-def spread_text(family: str) -> str:
+def spread_text(family: str, prefix: str = "") -> str:
     """The least and the greatest ratio of a machine; empty with fewer than two machines."""
-    document = load("machines")
+    document = load(f"{prefix}machines")
     means = _means(_by_machine(family, document["rows"] if document else ()))
     if len(means) < _FEWEST:
         return ""

@@ -19,20 +19,20 @@ _LAYERS = {
 }
 
 
-def readme_table() -> str:
+def readme_table(prefix: str = "") -> str:
     """Products and layers, of those that have a row."""
     lines = ["| | FP8, this package | DeepGEMM | cuBLASLt FP8, our scale blocks | bf16 |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for m, n, k in _PRODUCTS:
-        if row := find("dense", m=m, n=n, k=k):
+        if row := find(f"{prefix}dense", m=m, n=n, k=k):
             ours = f"{row['us']:.1f} us, {row['tflops']:.0f} TFLOPS"
             peers = (_cell(row, name) for name in ("deepgemm", "cublaslt_block", "torch_bf16"))
             lines.append(f"| product {m} x {n} x {k} | {ours} | {' | '.join(peers)} |")
-    if row := find("matmul", layer="llama3_8b_mlp"):
+    if row := find(f"{prefix}matmul", layer="llama3_8b_mlp"):
         title = "MLP of Llama-3-8B, 8192 tokens, forward and backward"
         lines.append(f"| {title} | {row['us'] / 1e3:.2f} ms | | | {_cell(row, 'xla_bf16')} |")
     for name, title in _LAYERS.items():
-        if row := find("moe", name=name):
+        if row := find(f"{prefix}moe", name=name):
             tokamax, lax = _cell(row, "tokamax"), _cell(row, "lax_ragged_dot")
             bf16 = f"tokamax {tokamax}, `jax.lax.ragged_dot` {lax}"
             lines.append(f"| {title} | {row['us'] / 1e3:.2f} ms | | | {bf16} |")
@@ -49,7 +49,7 @@ def _cell(row: Row, peer: str) -> str:
     return f"{text} ({value:.2f}x{'~' if is_within_noise(row, peer) else ''})"
 
 
-def means_text() -> str:
+def means_text(prefix: str = "") -> str:
     """Our speed over DeepGEMM's, by file, with its spread over machines where that is measured."""
     parts = []
     for table, title in (
@@ -60,13 +60,13 @@ def means_text() -> str:
         ("ragged_wgrad", "grouped weight gradients"),
         ("dense_held_out", "dense shapes that nothing was tuned for"),
     ):
-        document = load(table)
+        document = load(prefix + table)
         rows = document["rows"] if document else []
         mean = mean_ratio(rows, "deepgemm")
         if mean is None:
             continue
         text = f"- {title}: {mean:.2f}x"
-        if spread := spread_text(table):
+        if spread := spread_text(table, prefix):
             text += f" ({spread})"
         if has_other_kernels(rows):
             every = mean_ratio(rows, "deepgemm", ratio_of_all)

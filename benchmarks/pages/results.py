@@ -11,7 +11,7 @@ from benchmarks.summary import geometric_mean
 
 FOLDER = ROOT / "benchmarks" / "results" / "nvidia_h200"
 # Tables whose names begin with this are of H100s.
-_H100 = "h100_"
+H100 = "h100_"
 _H100_FOLDER = FOLDER.parent / "nvidia_h100_80gb_hbm3"
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -26,8 +26,8 @@ def load(table: str, folder: pathlib.Path | None = None) -> Document | None:
 
 def file_of(table: str, folder: pathlib.Path | None = None) -> pathlib.Path:
     """Where a table's rows are; those of H200s in `folder`, if it is given."""
-    if table.startswith(_H100):
-        return _H100_FOLDER / f"{table.removeprefix(_H100)}.json"
+    if table.startswith(H100):
+        return _H100_FOLDER / f"{table.removeprefix(H100)}.json"
     return (folder or FOLDER) / f"{table}.json"
 
 

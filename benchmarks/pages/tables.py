@@ -8,7 +8,6 @@ from benchmarks.pages.results import (
     Ratio,
     Row,
     all_us,
-    file_of,
     has_other_kernels,
     is_within_noise,
     labels_of,
@@ -18,7 +17,6 @@ from benchmarks.pages.results import (
     ratio,
     ratio_of_all,
 )
-from benchmarks.provenance import ROOT
 
 # Results files by name, in the order of the page.
 ONE_GPU = (
@@ -28,10 +26,7 @@ ONE_GPU = (
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
-ALL_GPUS = (
-    *("fsdp", "h100_fsdp", "expert_parallel_exchanges"),
-    *("h100_expert_parallel", "h100_expert_parallel_exchanges"),
-)
+ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 
@@ -92,11 +87,11 @@ def _absent(rows: Sequence[Row]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def summary_table() -> str:
+def summary_table(prefix: str = "") -> str:
     """Of each file and peer: the mean ratio, and how many rows are won, lost, or neither."""
     lines = []
     for table in ONE_GPU:
-        if (document := load(table)) is None or "regret" in table or table == "host":
+        if (document := load(prefix + table)) is None or "regret" in table or table == "host":
             continue
         rows = document["rows"]
         for peer in peers_of(rows):
@@ -120,11 +115,11 @@ def _means(rows: Sequence[Row], peer: str, of: Ratio) -> list[object]:
     return [len(rows), mean, *extremes, won, len(rows) - won - noise, noise]
 
 
-def regret_table() -> str:
+def regret_table(prefix: str = "") -> str:
     """What the choice of a tile config costs against the best one of the list."""
     lines: list[tuple[str, ...]] = []
     for table in ONE_GPU:
-        if "regret" not in table or (document := load(table)) is None:
+        if "regret" not in table or (document := load(prefix + table)) is None:
             continue
         for row in document["rows"]:
             best = min(row["peers"], key=lambda tile: row["peers"][tile])
@@ -136,13 +131,12 @@ def regret_table() -> str:
     return markdown(header, lines)
 
 
-def files_table() -> str:
+def files_table(prefix: str = "") -> str:
     """Where each file is from."""
     lines = []
     for table in (*ONE_GPU, *ALL_GPUS):
-        if (document := load(table)) is not None:
-            name = table if table in ONE_GPU else file_of(table).relative_to(ROOT).with_suffix("")
-            file = f"`{name}.json`"
+        if (document := load(prefix + table)) is not None:
+            file = f"`{table}.json`"
             lines.append([file, document["date"], commit_text(document), *_how(document)])
     header = ("file", "date", "commit", "GB/s of a copy", "rounds", *_VERSIONS)
     return markdown(header, lines)
