@@ -69,9 +69,11 @@ PIECES: dict[str, list[Step]] = {
     ],
     # On all GPUs of a host.
     "several": [
-        _step("expert-parallel", 110, "expert-parallel --parts 1 2 4"),
-        _step("exchanges", 80, "expert-parallel --exchange all --no-peers"),
-        _step("fsdp", 215, "fsdp"),
+        _step("expert-parallel", 174, "expert-parallel --parts 1 2 4"),
+        _step("exchanges", 147, "expert-parallel --exchange all --no-peers"),
+    ],
+    "sharded": [
+        _step("fsdp", 290, "fsdp"),
     ],
 }
 
