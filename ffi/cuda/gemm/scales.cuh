@@ -13,20 +13,25 @@
 
 namespace jax_fp8gemm {
 
-// The scales of kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in
+// The scales of up to kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in
 // memory, as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of
 // rows or on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind
-// the start. Up to 3 floats at the end of the array are in no whole piece.
+// the start. Up to 3 floats at the end of the array are in no whole piece. NOTE: rows that do not
+// exist are left out. All CTAs read the same scales at about the same time, and those of few rows
+// lie in few lines of the L2.
 template <int kCount>
 struct RowScales {
-  static constexpr int kWindow = kCount + 4;
+  static constexpr int kMostWindow = kCount + 4;
   uint32_t first, end;  // in memory, of the copied floats; the same where there are none
   uint32_t total;       // less than 2^31
+  int window;           // floats from first on that the rows may reach, with any shift
 
   __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block)
       : total(uint32_t(num_k_blocks) * num_rows) {
+    const int count = max(0, min(kCount, num_rows - row));  // a tile may begin past the rows
+    window = (count + 6) / 4 * 4;  // count and a shift of 3, in whole pieces
     first = (uint32_t(k_block) * num_rows + row) / 4 * 4;
-    end = max(first, min(first + kWindow, total / 4 * 4));  // a tile may begin past the rows
+    end = max(first, min(first + window, total / 4 * 4));
   }
 
   __device__ __forceinline__ uint32_t bytes() const { return (end - first) * 4; }
@@ -38,9 +43,13 @@ struct RowScales {
   // Stores, by the lanes of a warp, the scales that the copy leaves out.
   __device__ __forceinline__ void store_rest(float* smem, const float* scales, int lane) const {
     const uint32_t i = end + lane;
-    if (i < min(first + kWindow, total)) smem[i - first] = scales[i];
+    if (i < min(first + window, total)) smem[i - first] = scales[i];
   }
 };
+
+// Whether row scales are copied by a tensor map, whose rows must be multiples of 16 bytes. NOTE:
+// rows of just 16 bytes are slow by it: k-blocks took 50 to 80 ns longer with 4 rows than with 8.
+__device__ constexpr bool has_scale_map(int num_rows) { return num_rows % 4 == 0 && num_rows > 4; }
 
 // Whether some scales are in no whole piece.
 __device__ constexpr bool has_rest(int num_rows, int num_k_blocks) {

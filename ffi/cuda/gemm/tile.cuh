@@ -83,7 +83,7 @@ struct Tile {
   // By TMA, whose boxes start at multiples of 16 bytes; groups of rows start anywhere.
   static constexpr int kLhsScaleBytes =
       (Config::kBlockM + (grouping_of<Config>() == Grouping::kRows ? 4 : 0)) * 4;
-  // Row scales of a stage in shared memory: with room for RowScales::kWindow.
+  // Row scales of a stage in shared memory: with room for RowScales::kMostWindow.
   static constexpr int kRowScales =
       ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
