@@ -35,20 +35,18 @@ _LARGE = """
 def candidates(m: int) -> Sequence[TileConfig]:
     """The configs to time for m rows of lhs."""
     if m <= 64:
-        rows = 16 if m <= 16 else 32 if m <= 32 else 64
-        few = [_deepest(rows, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
-        return _unique((*few, *(c for c in _LISTED if rows <= c.block_m <= 2 * rows)))
-    listed = [c for c in _LISTED if c.block_m >= 64]
+        few = [_deepest(64, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
+        return _unique((*few, *(c for c in _LISTED if c.block_m <= 128)))
     if m <= 192:
-        return _unique((*listed, *_parse(_MIDDLE)))
+        return _unique((*_LISTED, *_parse(_MIDDLE)))
     if m <= 1024:
-        return _unique((*listed, *_parse(_MIDDLE), *_parse(_LARGE)))
-    return _unique((*listed, *_parse(_LARGE)))
+        return _unique((*_LISTED, *_parse(_MIDDLE), *_parse(_LARGE)))
+    return _unique((*_LISTED, *_parse(_LARGE)))
 
 
 def all_candidates() -> Sequence[TileConfig]:
     """Every config that some m has."""
-    return _unique(c for m in (1, 32, 64, 192, 512, 4096) for c in candidates(m))
+    return _unique(c for m in (1, 192, 512, 4096) for c in candidates(m))
 
 
 def _parse(table: str) -> list[TileConfig]:
@@ -65,7 +63,7 @@ def _deepest(
     block_m: int, block_n: int, sub_n: int, consumers: int, accums: int, slabs: int, **cluster: int
 ) -> TileConfig:
     """The config with as many stages as shared memory holds beside its slabs."""
-    stage = (block_m + block_n) * 128 + (max(64, block_m) + 32) * 4 + 4 * 4 + 16
+    stage = (block_m + block_n) * 128 + (block_m + 32) * 4 + 4 * 4 + 16
     fixed = consumers * max(16, slabs * 8192) + 1024
     stages = min(24, (_SMEM_BYTES - fixed) // stage)
     return TileConfig(block_m, block_n, sub_n, consumers, accums, stages, slabs, **cluster)

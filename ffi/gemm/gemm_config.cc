@@ -78,16 +78,13 @@ const char* BrokenRule(const GemmConfig& c) {
     const char* text;
   } rules[] = {
       {c.cluster_m == 1 || c.cluster_n == 1, "cluster_m or cluster_n must be 1"},
-      {c.block_m % (64 * c.num_consumers) == 0 || (c.block_m < 64 && c.num_consumers == 1),
-       "block_m must be a multiple of 64 * num_consumers, or below 64 with one consumer"},
+      {c.block_m % (64 * c.num_consumers) == 0, "block_m must be a multiple of 64 * num_consumers"},
       // 8 rows: the 128-byte swizzle repeats after them.
       {c.block_m % (8 * c.cluster_n) == 0 && c.block_n % (8 * c.cluster_m) == 0,
        "block_m / cluster_n and block_n / cluster_m must be multiples of 8"},
       // A stage is given back when its last batch is promoted; fewer stages would deadlock.
       {c.num_stages > CeilDiv(c.num_accums - 1, num_batches),
        "num_stages must exceed the k-blocks that num_accums batches reach over"},
-      {c.block_m >= 64 || c.num_stages * c.block_n >= 64,
-       "num_stages * block_n must be at least 64 where block_m is below 64"},
       {num_sums < num_registers, "sums and accumulators must fit the registers of a consumer"},
       {grouping == Grouping::kNone || c.cluster_m * c.cluster_n == 1,
        "grouped products have no clusters"},
@@ -101,8 +98,8 @@ const char* BrokenRule(const GemmConfig& c) {
       {!c.transpose_out || c.num_slabs == 0 || c.block_n % 64 == 0,
        "transpose_out with slabs needs block_n a multiple of 64"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
-      {c.num_slabs == 0 || (c.block_m >= 64 && c.block_n % SlabColumns(c) == 0),
-       "slabs need block_m of at least 64 and block_n a multiple of 32"},
+      {c.num_slabs == 0 || c.block_n % SlabColumns(c) == 0,
+       "slabs need block_n a multiple of 32"},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},
@@ -140,7 +137,7 @@ int64_t DynamicSmemBytes(const GemmConfig& config) {
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
   bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
-  const int64_t num_row_scales = RoundUp(std::max(64, config.block_m), 32) + 32;
+  const int64_t num_row_scales = int64_t{config.block_m} + 32;
   bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
   bytes = RoundUp(bytes, 128) + num_stages * NumColumnScales(config) * 4;
   bytes = RoundUp(bytes, 8) + num_stages * 16;                           // full and empty barriers

@@ -81,10 +81,8 @@ def _choose(
     if measured is not None:
         return measured
     candidates = configs(is_1d1d=is_1d1d, transpose_out=transpose_out)
-    if transpose_out:
-        m = max(m, 64)  # no tile has fewer rows
-    least, most = _block_m_range(m)
-    candidates = [c for c in candidates if least <= c.block_m <= most]
+    most_rows = math.ceil(m / 64) * 64
+    candidates = [c for c in candidates if c.block_m <= most_rows]
     how = is_1d1d, transpose_out, out_bytes, num_sms
     return min(candidates, key=lambda c: predicted_us(c, m, n, k, *how))
 
@@ -103,15 +101,6 @@ def predicted_us(
     if is_1d1d or transpose_out:
         return time_us(c, m, n, k, is_1d1d, out_bytes, num_sms)
     return dense_time_us(c, m, n, k, out_bytes, num_sms)
-
-
-def _block_m_range(m: int) -> tuple[int, int]:
-    """Returns the fewest and the most rows that a tile should have for m rows of lhs."""
-    if m <= 16:
-        return 16, 16
-    if m <= 32:
-        return 32, 64
-    return 64, math.ceil(m / 64) * 64
 
 
 @functools.lru_cache(maxsize=4096)

@@ -85,9 +85,8 @@ def copy_time_us(num_bytes: int | float) -> float:
 
 def _tile_clocks(c: TileConfig, num_k_blocks: int | float, is_1d1d: bool, out_bytes: int) -> float:
     """Returns the predicted clocks of one tile."""
-    rows = max(c.block_m, 64)
     k_block = max(
-        rows * c.block_n / 32 / _efficiency(c, is_1d1d),
+        c.block_m * c.block_n / 32 / _efficiency(c, is_1d1d),
         (c.block_m + c.block_n) * _SCALE_BLOCK / _L2_BYTES_PER_CLOCK,
         _MIN_K_BLOCK_CLOCKS,
     )

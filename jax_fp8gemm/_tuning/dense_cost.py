@@ -82,7 +82,7 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     if c.num_consumers == 2 and c.num_accums == 1 and c.sub_n == c.block_n:
         efficiency *= _ONE_BATCH
     efficiency *= (1 + _NARROW_COLUMNS / 128) / (1 + _NARROW_COLUMNS / c.sub_n)
-    multiplying = max(c.block_m, 64) * c.block_n / 32 / efficiency
+    multiplying = c.block_m * c.block_n / 32 / efficiency
     split = 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * _SCALE_BLOCK * split

@@ -73,34 +73,8 @@ def formats(lhs: Any, rhs: Any) -> dict[str, bool]:
 
 
 # Tiles for few rows stream rhs: they have many stages, several batches in the queue, and few
-# columns, so that there are tiles for all SMs.
-TILE_16X16 = TileConfig(
-    block_m=16, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=24, num_slabs=0
-)
-TILE_16X32 = TileConfig(
-    block_m=16, block_n=32, sub_n=32, num_consumers=1, num_accums=4, num_stages=24, num_slabs=0
-)
-TILE_16X56 = TileConfig(
-    block_m=16, block_n=56, sub_n=56, num_consumers=1, num_accums=2, num_stages=20, num_slabs=0
-)
-TILE_16X64 = TileConfig(
-    block_m=16, block_n=64, sub_n=64, num_consumers=1, num_accums=2, num_stages=20, num_slabs=0
-)
-TILE_16X128 = TileConfig(
-    block_m=16, block_n=128, sub_n=64, num_consumers=1, num_accums=2, num_stages=11, num_slabs=0
-)
-
-# The rows of lhs that a tile of 64 would load beyond m take stages from rhs.
-TILE_32X16 = TileConfig(
-    block_m=32, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=22, num_slabs=0
-)
-TILE_32X32 = TileConfig(
-    block_m=32, block_n=32, sub_n=32, num_consumers=1, num_accums=4, num_stages=19, num_slabs=0
-)
-TILE_32X56 = TileConfig(
-    block_m=32, block_n=56, sub_n=56, num_consumers=1, num_accums=2, num_stages=17, num_slabs=0
-)
-
+# columns, so that there are tiles for all SMs. Of their 64 rows, those that lhs does not have are
+# not loaded.
 TILE_64X16 = TileConfig(
     block_m=64, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=20, num_slabs=0
 )
@@ -141,14 +115,6 @@ TILE_256X96 = TileConfig(
 TILE_64X64_GROUPED = dataclasses.replace(TILE_64X64, num_stages=12)
 
 CONFIGS: tuple[TileConfig, ...] = (
-    TILE_16X16,
-    TILE_16X32,
-    TILE_16X56,
-    TILE_16X64,
-    TILE_16X128,
-    TILE_32X16,
-    TILE_32X32,
-    TILE_32X56,
     TILE_64X16,
     TILE_64X32,
     TILE_64X56,
@@ -162,6 +128,9 @@ CONFIGS: tuple[TileConfig, ...] = (
 )
 # For dense 1d2d products alone: widths that fill the last round of more shapes, and clusters that
 # read rhs, or lhs, from the L2 once for two or four CTAs.
+TILE_64X48 = TileConfig(
+    block_m=64, block_n=48, sub_n=48, num_consumers=1, num_accums=4, num_stages=15, num_slabs=0
+)
 TILE_64X80 = TileConfig(
     block_m=64, block_n=80, sub_n=80, num_consumers=1, num_accums=2, num_stages=12, num_slabs=0
 )
@@ -184,6 +153,7 @@ TILE_128X224 = TileConfig(
     block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
 )
 CONFIGS_1D2D: tuple[TileConfig, ...] = (
+    TILE_64X48,
     TILE_64X80,
     TILE_64X96,
     TILE_64X160,

@@ -84,8 +84,7 @@ struct Tile {
   static constexpr int kLhsScaleBytes =
       (Config::kBlockM + (grouping_of<Config>() == Grouping::kRows ? 4 : 0)) * 4;
   // Row scales of a stage in shared memory: with room for RowScales::kMostWindow.
-  static constexpr int kRowScales =
-      ceil_div(Config::kBlockM < 64 ? 64 : Config::kBlockM, 32) * 32 + 32;
+  static constexpr int kRowScales = Config::kBlockM + 32;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
   static constexpr int kSlabRows = 64, kSlabRowBytes = 128;
   static constexpr int kSlabBytes = kSlabRows * kSlabRowBytes;
@@ -122,16 +121,9 @@ struct Tile {
 
   static_assert(kRows % 64 == 0, "a consumer's rows must be whole wgmma tiles of 64");
   static_assert(Config::kBlockN % Config::kSubN == 0, "kSubN must tile kBlockN");
-  static_assert(Config::kBlockM >= 64 || Config::kNumConsumers == 1,
-                "short tiles have one consumer");
   static_assert(kBatches % Config::kNumAccums == 0,
                 "accumulators must rotate evenly over a loop trip");
   static_assert(Config::kClusterM == 1 || Config::kClusterN == 1, "clusters are one-dimensional");
-  // NOTE: with kBlockM < 64 wgmma reads 64 rows all the same: the rows behind belong to the next
-  // stage or to rhs, stay inside the allocation, and only reach rows of the result that are never
-  // stored.
-  static_assert(Config::kBlockM >= 64 || Config::kNumStages * kRhsBytes >= 8192,
-                "wgmma would read past the storage");
   static_assert(sizeof(SharedStorage) <= JAX_FP8GEMM_SMEM_BYTES,
                 "the launch must ask for at least the shared memory that the kernel lays out");
 };
