@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     if (warp == 0) {
       if (elect_one()) {
         BulkLoader<Config, Scheduler> loader{params, shared};
-        has_scale_map(params.lhs_rows) ? loader.template run<true>()
-                                       : loader.template run<false>();
+        has_scale_map<Config::kBlockM>(params.lhs_rows) ? loader.template run<true>()
+                                                        : loader.template run<false>();
       }
     } else if (warp == 1 && writes_scales) {
       ScaleWriter<Config, Scheduler>{params, shared}.run();

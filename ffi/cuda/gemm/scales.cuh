@@ -13,12 +13,14 @@
 
 namespace jax_fp8gemm {
 
+// Whether products of few rows get tiles of kBlockM rows.
+template <int kBlockM>
+constexpr bool kIsSmall = kBlockM <= 64;
+
 // The scales of up to kCount rows from `row` on in one k-block, out of [num_k_blocks][num_rows] in
 // memory, as bulk copies can move them: in whole pieces of 16 bytes, with no rule on the number of
 // rows or on where a tile starts. The first scale of the tile lands row_scale_shift() floats behind
-// the start. Up to 3 floats at the end of the array are in no whole piece. NOTE: rows that do not
-// exist are left out. All CTAs read the same scales at about the same time, and those of few rows
-// lie in few lines of the L2.
+// the start. Up to 3 floats at the end of the array are in no whole piece.
 template <int kCount>
 struct RowScales {
   static constexpr int kMostWindow = kCount + 4;
@@ -27,11 +29,18 @@ struct RowScales {
   int window;           // floats from first on that the rows may reach, with any shift
 
   __device__ __forceinline__ RowScales(int num_rows, int num_k_blocks, int row, int k_block)
-      : total(uint32_t(num_k_blocks) * num_rows) {
-    const int count = max(0, min(kCount, num_rows - row));  // a tile may begin past the rows
-    window = (count + 6) / 4 * 4;  // count and a shift of 3, in whole pieces
+      : total(uint32_t(num_k_blocks) * num_rows), window(window_of(num_rows - row)) {
     first = (uint32_t(k_block) * num_rows + row) / 4 * 4;
-    end = max(first, min(first + window, total / 4 * 4));
+    end = max(first, min(first + window, total / 4 * 4));  // a tile may begin past the rows
+  }
+
+  // num_left: rows from the tile's first on. NOTE: small tiles leave out rows that do not exist.
+  // All CTAs read the same scales at about the same time, and those of few rows lie in few lines of
+  // the L2. Large tiles have other instructions with it, and take 1 to 6 % longer.
+  __device__ __forceinline__ static constexpr int window_of(int num_left) {
+    if constexpr (!kIsSmall<kCount>) return kMostWindow;
+    const int count = max(0, min(kCount, num_left));
+    return (count + 6) / 4 * 4;  // with a shift of 3, in whole pieces
   }
 
   __device__ __forceinline__ uint32_t bytes() const { return (end - first) * 4; }
@@ -49,7 +58,10 @@ struct RowScales {
 
 // Whether row scales are copied by a tensor map, whose rows must be multiples of 16 bytes. NOTE:
 // rows of just 16 bytes are slow by it: k-blocks took 50 to 80 ns longer with 4 rows than with 8.
-__device__ constexpr bool has_scale_map(int num_rows) { return num_rows % 4 == 0 && num_rows > 4; }
+template <int kBlockM>
+__device__ constexpr bool has_scale_map(int num_rows) {
+  return num_rows % 4 == 0 && (!kIsSmall<kBlockM> || num_rows > 4);
+}
 
 // Whether some scales are in no whole piece.
 __device__ constexpr bool has_rest(int num_rows, int num_k_blocks) {
