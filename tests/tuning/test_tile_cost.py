@@ -27,7 +27,7 @@ def test_model_predicts_the_measured_times(smallest_m, tolerance):
 
 def test_choice_loses_little_on_shapes_drawn_at_random():
     """The time of the chosen config over that of the fastest of all that were timed."""
-    path = RESULTS / "nvidia_h100_80gb_hbm3" / "tile_times.json"
+    path = RESULTS / "nvidia_h200" / "tile_times.json"
     rows = json.loads(path.read_text())["rows"]
     regrets = []
     for row in rows:
@@ -35,10 +35,9 @@ def test_choice_loses_little_on_shapes_drawn_at_random():
         config = choose.choose(row["m"], row["n"], row["k"], **how)
         regrets.append(row["us"][tile_text(config)] / min(row["us"].values()))
     assert len(regrets) > 100
-    # 1.032. The constants were fitted to other shapes, on another device, where they gave 1.026.
-    # Without the widths and clusters that were added since: 1.046. A choice by chance gives 1.40.
-    assert math.prod(regrets) ** (1 / len(regrets)) < 1.04
-    assert sorted(regrets)[-5] < 1.18
+    # 1.019. The constants were fitted to other shapes. A choice by chance gives 1.41.
+    assert math.prod(regrets) ** (1 / len(regrets)) < 1.025
+    assert sorted(regrets)[-5] < 1.15
 
 
 # Weight gradients in bf16, us in 128x128, 192x128 and 256x96: an H200, 2026-11-23, operands random.
