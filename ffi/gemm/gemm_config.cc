@@ -98,8 +98,7 @@ const char* BrokenRule(const GemmConfig& c) {
       {!c.transpose_out || c.num_slabs == 0 || c.block_n % 64 == 0,
        "transpose_out with slabs needs block_n a multiple of 64"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
-      {c.num_slabs == 0 || c.block_n % SlabColumns(c) == 0,
-       "slabs need block_n a multiple of 32"},
+      {c.num_slabs == 0 || c.block_n % SlabColumns(c) == 0, "slabs need block_n a multiple of 32"},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},

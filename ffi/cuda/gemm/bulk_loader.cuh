@@ -17,9 +17,9 @@ struct BulkLoader {
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
 
-  // Copies, by one lane, everything that is copied in bulk. kIsAligned: has_scale_map(). NOTE: every
-  // instruction of this lane in a k-block costs, although it mostly waits: with one branch here
-  // large products took 2-5 % longer.
+  // Copies, by one lane, everything that is copied in bulk. kIsAligned: has_scale_map(). NOTE:
+  // every instruction of this lane in a k-block costs, although it mostly waits: with one branch
+  // here large products took 2-5 % longer.
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
     Scheduler scheduler(params, shared);
