@@ -163,7 +163,8 @@ _layer.defvjp(_layer_fwd, _layer_bwd)
 def _add_up(specs: Specs, out: jax.Array, rows: Rows, weights: jax.Array) -> jax.Array:
     """Returns the weighted sum of the rows of each token."""
     is_invariant = specs.into.recipe.batch_invariant
-    return sum_of_rows(out, rows.order, weights, dtype=out.dtype, batch_invariant=is_invariant)
+    columns = tuple(weights.T)
+    return sum_of_rows(out, rows.order, columns, dtype=out.dtype, batch_invariant=is_invariant)
 
 
 def _copy_and_quantize(

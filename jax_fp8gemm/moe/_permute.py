@@ -155,7 +155,8 @@ _copy_rows.defvjp(lambda x, choice, order: (_copy_rows(x, choice, order), order)
 def _add_weighted(
     batch_invariant: bool, rows: jax.Array, order: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    return sum_of_rows(rows, order, weights, dtype=rows.dtype, batch_invariant=batch_invariant)
+    columns = tuple(weights.T)
+    return sum_of_rows(rows, order, columns, dtype=rows.dtype, batch_invariant=batch_invariant)
 
 
 def _add_weighted_fwd(batch_invariant: bool, *operands: jax.Array) -> Any:

@@ -10,7 +10,7 @@ the first factor's halves, and then of the second one's. Products below 2^-126 a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,16 @@ _BLOCK = 128
 def sum_of_rows(
     rows: jax.Array,
     order: jax.Array,
-    weights: jax.Array | None,
+    weights: Sequence[jax.Array] | None,
     has_row: jax.Array | None = None,
     *,
     dtype: jax.typing.DTypeLike,
     batch_invariant: bool,
 ) -> jax.Array:
-    """Returns the sums over j of weights[:, j] * rows[order[:, j]], in f32, rounded to `dtype`.
+    """Returns the sums over j of weights[j] * rows[order[:, j]], in f32, rounded to `dtype`.
 
-    weights: None stands for ones. has_row: whether to add the term (i, j); None adds all.
+    weights: a factor (m,) of the rows of each j; None stands for ones. has_row: whether to add the
+      term (i, j); None adds all.
     """
     chosen = (take_rows(rows, column) for column in order.T)
     split = functools.partial(_exact_pieces, batch_invariant=batch_invariant)
@@ -40,7 +41,7 @@ def sum_of_rows(
         upcast = exact_f32 if batch_invariant else lambda x: x.astype(jnp.float32)
         terms = [[upcast(x)] for x in chosen]
     else:
-        pairs = zip(chosen, weights.T, strict=True)
+        pairs = zip(chosen, weights, strict=True)
         terms = [
             [x * w[:, None] for x in split(row) for w in split(column)] for row, column in pairs
         ]

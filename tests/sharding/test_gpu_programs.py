@@ -123,6 +123,14 @@ def test_each_pass_waits_for_the_gpu_before_its_products():
     assert not [line for line in lines if " while(" in line or "grouped" in line]
 
 
+def test_a_branch_launches_little_besides_our_kernels():
+    """The GPU waits for each launch behind a branch, until the first long kernel runs."""
+    text = layer_program(is_forward=True)
+    (branch,) = re.findall(r"false_computation=%?([\w.-]+)", text)
+    fusions = [line for line in hlo_text.computations(text)[branch] if " fusion(" in line]
+    assert 1 <= len(fusions) <= 2  # the sums of rows, and the sizes of groups
+
+
 def test_values_travel_beside_quantisation_and_results_beside_products():
     lines = entry(layer_program(is_forward=False))
     at = lambda pattern: [i for i, line in enumerate(lines) if re.search(pattern, line)]

@@ -98,14 +98,17 @@ def results(
     count = num_turns(part, received)
     # Outside of the branches, where the backward pass finds them.
     first_rows = rows_of_turn(received, 0, part.rows)
+    # Likewise: XLA has a kernel for each, and launches behind a branch keep the GPU waiting.
+    weights = tuple(received.weights.T)
 
     def first() -> Results:
-        return forward_turn(spec.products, received, first_rows, w, with_columns=with_columns)
+        how = spec.products, received, weights, first_rows, w
+        return forward_turn(*how, with_columns=with_columns)
 
     def later(found: Results) -> Results:
         def sums(turn: jax.Array) -> jax.Array:
             rows = rows_of_turn(received, turn, part.rows)
-            return forward_turn(spec.products, received, rows, w).sums
+            return forward_turn(spec.products, received, weights, rows, w).sums
 
         return found._replace(sums=add_turns(found.sums, count, sums))
 

@@ -48,6 +48,7 @@ class Turn(NamedTuple):
       token: the received token that each row is a copy of; of a row of no group the first one.
       order: (r, top_k), the row of each choice, counted from the first row of the turn.
       has_row: (r, top_k), whether the choice has a row in this turn.
+      places: (r, top_k), `order`, and -1 where a choice has no row.
     """
 
     groups: Groups
@@ -55,6 +56,7 @@ class Turn(NamedTuple):
     token: jax.Array
     order: jax.Array
     has_row: jax.Array
+    places: jax.Array
 
 
 def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
@@ -73,13 +75,14 @@ def rows_of_turn(received: Received, turn: TurnNumber, num_rows: int) -> Turn:
     # Behind the groups come choices of no expert here. Copies of one token read it from the L2.
     is_used = jnp.arange(num_rows, dtype=jnp.int32) < ends[-1]
     token = jnp.where(is_used, choice // received.order.shape[1], 0)
-    return Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row)
+    places = jnp.where(has_row, order, -1)
+    return Turn(groups, choice, token, jnp.where(has_row, order, 0), has_row, places)
 
 
 def copy_tokens(tokens: ScaledArray, turn: Turn, implementation: Implementation) -> ScaledArray:
     """Returns the rows of a turn, copies of `tokens`. A row of no group may hold anything."""
-    places = jnp.where(turn.has_row, turn.order, -1)
-    return copy_rows(tokens, places, turn.choice.shape[0], implementation=implementation)
+    num_rows = turn.choice.shape[0]
+    return copy_rows(tokens, turn.places, num_rows, implementation=implementation)
 
 
 def dequantized_rows(tokens: ScaledArray, turn: Turn) -> jax.Array:

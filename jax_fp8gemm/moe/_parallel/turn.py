@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,10 +101,17 @@ class Gradients(NamedTuple):
 
 
 def forward_turn(
-    products: Specs, received: Received, rows: Turn, w: Experts, *, with_columns: bool = False
+    products: Specs,
+    received: Received,
+    weights: Sequence[jax.Array],
+    rows: Turn,
+    w: Experts,
+    *,
+    with_columns: bool = False,
 ) -> Results:
     """Returns what these rows give.
 
+    weights: the columns (r,) of received.weights.
     with_columns: whether h_columns is computed. gate_up then has its name of CHECKPOINT_NAMES: a
       policy that saves it alone has h_columns computed again from what is saved.
     """
@@ -114,7 +122,7 @@ def forward_turn(
     sums = sum_of_rows(
         out,
         rows.order,
-        received.weights,
+        weights,
         rows.has_row,
         dtype=products.into.lhs_dtype,
         batch_invariant=products.into.recipe.batch_invariant,
