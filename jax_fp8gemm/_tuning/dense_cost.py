@@ -4,7 +4,7 @@
 
 A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
 loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of 59
-configs on 102 shapes drawn at random, on an H200, and two of them again to 170 other shapes
+configs on 102 shapes drawn at random, on an H200, and three of them again to 170 other shapes
 (docs/experiments/gemm-choice.md). The purpose is to rank configs. Weight gradients and grouped
 products have cost.py.
 """
@@ -29,12 +29,12 @@ _EFFICIENCY = {(1, 4): 0.644, (1, 2): 0.706, (2, 2): 0.911, (2, 1): 1.03, (3, 1)
 _ONE_BATCH = 0.862  # of two consumers with one accumulator
 _NARROW_COLUMNS = 15.8  # a wgmma takes as long as if it had so many columns more
 
-# L2 to one multiprocessor: alone, and its part of what the L2 gives to all of them.
-_L2_BYTES_PER_CLOCK, _L2_BYTES_PER_CLOCK_OF_ALL = 102, 8680
+# The L2 to all multiprocessors that have a tile: they share it equally, few of them as well as all.
+_L2_BYTES_PER_CLOCK_OF_ALL = 8680
 # A row of a k-block begins in the middle of a line of 128 bytes of the L2 unless 128 divides k, and
 # in the middle of a sector of 32 unless 32 does. It then takes the L2 this much longer.
 _SPLIT_LINE, _SPLIT_SECTOR = 1.26, 2.2
-_SPLIT_LATENCY = 0.395  # the part of it that latency grows by
+_SPLIT_LATENCY = 0.2  # the part of it that latency grows by
 
 _LATENCY_CLOCKS = {1: 233, 2: 233, 4: 176}  # least clocks of a k-block, by accumulators
 _CLUSTER = 1.12  # CTAs of a cluster wait for each other
@@ -87,7 +87,7 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     split = 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * _SCALE_BLOCK * split
-    loading = num_bytes * max(1 / _L2_BYTES_PER_CLOCK, busy / _L2_BYTES_PER_CLOCK_OF_ALL)
+    loading = num_bytes * busy / _L2_BYTES_PER_CLOCK_OF_ALL
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + _SPLIT_LATENCY * (split - 1))
     clocks = max(_overlap(multiplying, loading), latency)
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
