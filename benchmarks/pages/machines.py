@@ -37,7 +37,7 @@ def spread_text(family: str, prefix: str = "") -> str:
     means = _means(_by_machine(family, document["rows"] if document else ()))
     if len(means) < _FEWEST:
         return ""
-    return f"{min(means):.2f}x to {max(means):.2f}x on {len(means)} machines"
+    return f"{min(means):.2f}x to {max(means):.2f}x on {len(means)} GPUs"
 
 
 def _line(family: str, rows: Sequence[Row]) -> Sequence[object] | None:

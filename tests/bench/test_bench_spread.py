@@ -205,5 +205,5 @@ def test_readme_has_the_spread_beside_the_mean(folder):
     (folder / "dense.json").write_text(json.dumps(dict(rows=[row])))
     assert readme.means_text() == "- dense: 1.05x"
     write_machines(folder, RATIOS)
-    assert readme.means_text() == "- dense: 1.05x (1.00x to 1.02x on 3 machines)"
+    assert readme.means_text() == "- dense: 1.05x (1.00x to 1.02x on 3 GPUs)"
     assert machines.spread_text("ragged") == ""
