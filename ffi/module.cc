@@ -23,6 +23,8 @@
 #include "python.h"
 #include "quantize/quantize.h"
 #include "quantize/quantize_config.h"
+#include "sum_rows/sum_rows.h"
+#include "sum_rows/sum_rows_config.h"
 #include "utf8.h"
 
 namespace nb = nanobind;
@@ -59,6 +61,8 @@ nb::dict Registrations() {
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
   targets["jax_fp8gemm_copy_rows"] =
       bundle(CopyRowsInstantiateHandler, CopyRowsPrepareHandler, CopyRowsExecuteHandler);
+  targets["jax_fp8gemm_sum_rows"] =
+      bundle(SumRowsInstantiateHandler, SumRowsPrepareHandler, SumRowsExecuteHandler);
   for (const char* target : {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize",
                              "jax_fp8gemm_swiglu_grad_quantize", "jax_fp8gemm_gather_quantize"}) {
     targets[target] =
@@ -168,6 +172,7 @@ NB_MODULE(_ext, module) {
   module.def("compile_gemm", &CompileConfig<GemmConfig>, nb::arg("config"));
   module.def("compile_copy_rows", &CompileConfig<CopyRowsConfig>, nb::arg("config"));
   module.def("compile_quantize", &CompileConfig<QuantizeConfig>, nb::arg("config"));
+  module.def("compile_sum_rows", &CompileConfig<SumRowsConfig>, nb::arg("config"));
 }
 
 }  // namespace jax_fp8gemm

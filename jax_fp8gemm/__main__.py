@@ -17,7 +17,7 @@ from jax_fp8gemm._runtime import environment, extension
 from jax_fp8gemm._runtime import precompile as _jit
 from jax_fp8gemm._runtime.backend_info import backend_info, ffi_api
 from jax_fp8gemm._runtime.precompile import CompileReport
-from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config
+from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config, sum_rows_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +104,8 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
         tasks += [partial(_jit.compile_quantize, config) for config in configs]
     copies = copy_rows_config.kernel_configs()
     tasks += [partial(_jit.compile_copy_rows, config) for config in copies]
+    sums = sum_rows_config.kernel_configs()
+    tasks += [partial(_jit.compile_sum_rows, config) for config in sums]
     num_failed = num_cached = 0
     # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -28,6 +28,7 @@ SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
 GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
 COPY_ROWS_TARGET = "jax_fp8gemm_copy_rows"
+SUM_ROWS_TARGET = "jax_fp8gemm_sum_rows"
 # For a CPU. Exported programs have no call of it.
 QUANTIZE_BLOCKS_TARGET = "jax_fp8gemm_quantize_blocks"
 
@@ -43,6 +44,7 @@ EXPORT_CHECKS = tuple(
         SWIGLU_QUANTIZE_TARGET,
         SWIGLU_GRAD_QUANTIZE_TARGET,
         COPY_ROWS_TARGET,
+        SUM_ROWS_TARGET,
     )
 )
 

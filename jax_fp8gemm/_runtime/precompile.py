@@ -55,6 +55,12 @@ def compile_copy_rows(config: Mapping[str, SupportsIndex]) -> CompileReport:
     return _compile(lambda: ext.compile_copy_rows(dict(config)))
 
 
+def compile_sum_rows(config: Mapping[str, SupportsIndex]) -> CompileReport:
+    """Does the same for the kernel that adds rows (`sum_rows_config.attributes`)."""
+    ext = extension.extension()
+    return _compile(lambda: ext.compile_sum_rows(dict(config)))
+
+
 def _compile(compile_kernel: Callable[[], Mapping[str, Any]]) -> CompileReport:
     extension.check_cache_dir()
     start = time.perf_counter()

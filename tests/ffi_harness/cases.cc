@@ -11,6 +11,7 @@
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
 #include "quantize/quantize.h"
+#include "sum_rows/sum_rows.h"
 
 namespace harness {
 
@@ -25,7 +26,10 @@ const Op kQuantize = {"quantize", QuantizeInstantiateHandler, QuantizePrepareHan
                       QuantizeExecuteHandler};
 const Op kCopyRows = {"copy_rows", CopyRowsInstantiateHandler, CopyRowsPrepareHandler,
                       CopyRowsExecuteHandler};
-const Op* const kOps[5] = {&kGemm, &kGroupedGemm, &kGroupedWgrad, &kQuantize, &kCopyRows};
+const Op kSumRows = {"sum_rows", SumRowsInstantiateHandler, SumRowsPrepareHandler,
+                     SumRowsExecuteHandler};
+const Op* const kOps[6] = {&kGemm,     &kGroupedGemm, &kGroupedWgrad,
+                           &kQuantize, &kCopyRows,    &kSumRows};
 
 namespace {
 
@@ -82,13 +86,15 @@ ConfigLists ReadConfigLists(const std::string& path) {
     std::istringstream line(text);
     std::string kind;
     line >> kind;
-    auto& list = kind == "gemm"       ? lists.gemm
-                 : kind == "quantize" ? lists.quantize
-                                      : lists.copy_rows;
+    auto& list = kind == "gemm"        ? lists.gemm
+                 : kind == "quantize"  ? lists.quantize
+                 : kind == "copy_rows" ? lists.copy_rows
+                                       : lists.sum_rows;
     list.push_back(ReadConfig(line));
   }
-  if (lists.gemm.empty() || lists.quantize.empty() || lists.copy_rows.empty()) {
-    throw std::runtime_error("must have gemm, quantize and copy_rows configs: " + path);
+  for (const auto* list : {&lists.gemm, &lists.quantize, &lists.copy_rows, &lists.sum_rows}) {
+    if (!list->empty()) continue;
+    throw std::runtime_error("must have gemm, quantize, copy_rows and sum_rows configs: " + path);
   }
   return lists;
 }

@@ -20,9 +20,9 @@ struct Op {
   XLA_FFI_Handler* prepare;
   XLA_FFI_Handler* execute;
 };
-extern const Op kGemm, kGroupedGemm, kGroupedWgrad, kQuantize, kCopyRows;
+extern const Op kGemm, kGroupedGemm, kGroupedWgrad, kQuantize, kCopyRows, kSumRows;
 // All of them.
-extern const Op* const kOps[5];
+extern const Op* const kOps[6];
 
 struct Case {
   std::string name;
@@ -38,10 +38,10 @@ struct Case {
   bool is_empty = false;
 };
 
-// The configs that a package can ask for: lines of "gemm name=value ...", "quantize ..." and
-// "copy_rows ...".
+// The configs that a package can ask for: lines of "gemm name=value ...", "quantize ...",
+// "copy_rows ..." and "sum_rows ...".
 struct ConfigLists {
-  std::vector<Config> gemm, quantize, copy_rows;
+  std::vector<Config> gemm, quantize, copy_rows, sum_rows;
 };
 ConfigLists ReadConfigLists(const std::string& path);
 
@@ -59,6 +59,7 @@ Case LegalCase(Random& random, const ConfigLists& lists);
 Case LegalGemm(Random& random, const Config& config);
 Case LegalQuantize(Random& random, const Config& config);
 Case LegalCopyRows(Random& random, const Config& config);
+Case LegalSumRows(Random& random, const Config& config);
 
 // Gives every buffer an address of its own, as XLA would.
 void PlaceBuffers(Case& c);

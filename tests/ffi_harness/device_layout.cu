@@ -29,11 +29,16 @@ struct CopyConfig {
   static constexpr int kWordBytes = 16;
 };
 
+struct SumConfig {
+  static constexpr int kInput = 0, kWordBytes = 16;
+};
+
 #define JAX_FP8GEMM_KERNEL device_layout
 #define JAX_FP8GEMM_SMEM_BYTES 232448
 #include "copy_rows/row_copier.cuh"
 #include "gemm/tile.cuh"
 #include "quantize/quantize.cuh"
+#include "sum_rows/row_adder.cuh"
 
 // A structured binding must name each member.
 #define STRUCT(type, bytes, alignment, ...)  \

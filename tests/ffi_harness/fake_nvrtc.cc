@@ -77,11 +77,15 @@ struct _nvrtcProgram {
     const bool is_gemm = header == "\"gemm/gemm.cuh\"";
     const bool is_copy = header == "\"copy_rows/copy_rows.cuh\"";
     const int num_warpgroups = NumberBehind(text, "kNumConsumers = ") + 1;
-    const bool is_row = !is_copy && NumberBehind(text, "kMode = ") == 0;
-    const int threads = is_gemm ? 128 * num_warpgroups : is_row ? 128 : 256;
+    const bool is_sum = header == "\"sum_rows/sum_rows.cuh\"";
+    const bool is_row = !is_copy && !is_sum && NumberBehind(text, "kMode = ") == 0;
+    const int threads = is_gemm ? 128 * num_warpgroups : is_row || is_sum ? 128 : 256;
     // What __launch_bounds__ leaves a thread, as the compiler gives it out.
-    const int registers = is_gemm ? std::min(255, 65536 / threads / 8 * 8) : is_copy ? 40 : 80;
-    const int param_bytes = is_gemm ? 896 : is_copy ? 56 : 120;
+    const int registers = is_gemm   ? std::min(255, 65536 / threads / 8 * 8)
+                          : is_copy ? 40
+                          : is_sum  ? 96
+                                    : 80;
+    const int param_bytes = is_gemm ? 896 : is_copy ? 56 : is_sum ? 48 : 120;
     image = "fake cubin\nkernel " + WordBehind(text, "#define JAX_FP8GEMM_KERNEL ") + "\nthreads " +
             std::to_string(threads) + "\nregisters " + std::to_string(registers) +
             "\nparam_bytes " + std::to_string(param_bytes) + "\n" + text;

@@ -20,7 +20,8 @@ FILE = builder.FOLDER / "golden_launches.json"
 def write_inputs(folder: Path) -> list[str]:
     """Writes what the harness reads. Returns its arguments."""
     sources, configs, cases = folder / "sources", folder / "configs.txt", folder / "cases.txt"
-    for name in ("gemm/gemm.cuh", "quantize/quantize.cuh", "copy_rows/copy_rows.cuh"):
+    for op in ("gemm", "quantize", "copy_rows", "sum_rows"):
+        name = f"{op}/{op}.cuh"
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_text("// The fake NVRTC compiles nothing.\n")
     configs.write_text(package_configs.config_lists())

@@ -13,7 +13,7 @@ from itertools import product
 from package_configs import ACTIVATIONS, NUM_SMS, config_text
 from shapes import Shape
 
-from jax_fp8gemm._tuning import copy_rows_config, quantize_config, tile_config
+from jax_fp8gemm._tuning import copy_rows_config, quantize_config, sum_rows_config, tile_config
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 # Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
@@ -58,7 +58,8 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    cases = [*_dense_cases(), *_grouped_cases(), *_quantize_cases(), *_copy_rows_cases()]
+    of_rows = *_copy_rows_cases(), *_sum_rows_cases()
+    cases = [*_dense_cases(), *_grouped_cases(), *_quantize_cases(), *of_rows]
     assert len({case.name for case in cases}) == len(cases)
     return cases
 
@@ -293,3 +294,29 @@ def _copy_rows(name: str, s: int, copies: int, m: int, k: int, dtype: str) -> Ca
     }
     rets = {"values": (dtype, (m, k)), "scale": ("f32", (m, num_blocks(k)))}
     return Case(name, "copy_rows", config, args, rets)
+
+
+# Sums of rows
+
+
+def _sum_rows_cases() -> list[Case]:
+    # DeepSeek-V3's tokens on one of four GPUs, a piece of 2048 bytes more or less, and the edges.
+    shapes = [
+        (81920, 32768, 8, 7168, "bf16"),
+        (81920, 32768, 8, 1792, "bf16"),
+        *((1000, 300, 4, k, "bf16") for k in (8, 1016, 1024, 1032, 1023)),
+        *((1000, 300, 4, k, "f16") for k in (1024, 1025)),
+        *((1000, 300, 4, k, "f32") for k in (512, 516, 515)),
+        (5, 8, 40, 2048, "bf16"),
+        (1, 1, 1, 1, "f32"),
+    ]
+    return [_sum_rows(*shape) for shape in shapes]
+
+
+def _sum_rows(m: int, s: int, c: int, k: int, dtype: str) -> Case:
+    dtypes = dict(zip(("bf16", "f16", "f32"), sum_rows_config.DTYPES, strict=True))
+    attributes = sum_rows_config.attributes(dtypes[dtype], k)
+    config = {name: int(value) for name, value in attributes.items()}
+    args = {"rows": (dtype, (m, k)), "places": ("i32", (s, c)), "weights": ("f32", (s, c))}
+    name = f"sum_rows {s}x{k} {dtype}, {c} of {m} rows"
+    return Case(name, "sum_rows", config, args, {"sums": (dtype, (s, k))})

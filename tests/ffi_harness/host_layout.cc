@@ -5,6 +5,7 @@
 #include "copy_rows/copy_rows_params.h"
 #include "gemm/gemm_launch.h"
 #include "quantize/quantize_params.h"
+#include "sum_rows/sum_rows_params.h"
 
 // A structured binding must name each member.
 #define STRUCT(type, bytes, alignment, ...)  \

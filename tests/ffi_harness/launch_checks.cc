@@ -7,6 +7,7 @@
 #include "gemm/gemm_launch.h"
 #include "quantize/quantize_config.h"
 #include "quantize/quantize_params.h"
+#include "sum_rows/sum_rows_params.h"
 
 namespace harness {
 namespace {
@@ -159,6 +160,26 @@ void CheckCopyRows(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(launch.cluster == 1 && launch.grid[1] == 1, "one dimension, and no clusters");
 }
 
+void CheckSumRows(const Case& c, const fake::Launch& launch, Checker& check) {
+  SumRowsParams params;
+  check.Require(Decode(launch, &params), "an adder of rows has SumRowsParams");
+  if (!check.fault().empty()) return;
+  check.RequirePointer(params.rows, "rows");
+  check.RequirePointer(params.places, "places");
+  check.RequirePointer(params.weights, "weights");
+  check.RequirePointer(params.sums, "sums");
+  const auto dims_of = [&](const char* name) { return c.Find(name)->dims; };
+  check.Require(dims_of("sums") == std::vector<int64_t>{params.num_sums, params.k} &&
+                    dims_of("places")[1] == params.num_places && dims_of("rows")[0] == params.m,
+                "the extents must be those of the buffers");
+  const int64_t row_bytes = int64_t{params.k} * (c.Get("input") == 2 ? 4 : 2);
+  check.Require(row_bytes % c.Get("word_bytes") == 0, "rows must be whole words");
+  const int64_t pieces = int64_t{params.num_sums} * ((row_bytes + 2047) / 2048);
+  check.Require(pieces <= INT32_MAX && launch.grid[0] == (pieces + 3) / 4,
+                "a warp for each piece, which the kernel counts in 32 bits");
+  check.Require(launch.cluster == 1 && launch.grid[1] == 1, "one dimension, and no clusters");
+}
+
 // Fills lie in results, and are zeros.
 void CheckMemset(const Case& c, const fake::Memset& memset, Checker& check) {
   const uint64_t end = memset.address + 4 * memset.words;
@@ -185,6 +206,7 @@ std::string WorkFault(const Case& c, const fake::Work& work) {
   for (const fake::Launch& launch : work.launches) {
     const auto check_launch = c.op == &kQuantize   ? CheckQuantize
                               : c.op == &kCopyRows ? CheckCopyRows
+                              : c.op == &kSumRows  ? CheckSumRows
                                                    : CheckGemm;
     check_launch(c, launch, check);
   }

@@ -16,7 +16,9 @@ _MAP_TYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
 
 def expected(case: Case) -> dict:
     """The part of a record that can be derived; `params` by name."""
-    derive = {"quantize": _quantize, "copy_rows": _copy_rows}.get(case.op, _gemm)
+    derive = {"quantize": _quantize, "copy_rows": _copy_rows, "sum_rows": _sum_rows}.get(
+        case.op, _gemm
+    )
     return derive(case)
 
 
@@ -183,6 +185,23 @@ def _copy_rows(case: Case) -> dict:
     return {
         "grid": [grid, 1],
         "block": 256,
+        "cluster": 1,
+        "smem_bytes": 0,
+        "zeroed": [],
+        "params": params,
+    }
+
+
+def _sum_rows(case: Case) -> dict:
+    dtype, (s, k) = case.rets["sums"]
+    params = {name: name for name in ("rows", "places", "weights", "sums")}
+    m, places = case.args["rows"][1][0], case.args["places"][1][1]
+    params |= {"num_sums": s, "num_places": places, "m": m, "k": k}
+    # A warp takes 2048 bytes of a row.
+    grid = -(-(s * -(-k * (4 if dtype == "f32" else 2) // 2048)) // 4)
+    return {
+        "grid": [grid, 1],
+        "block": 128,
         "cluster": 1,
         "smem_bytes": 0,
         "zeroed": [],

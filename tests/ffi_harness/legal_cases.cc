@@ -213,8 +213,36 @@ Case LegalCopyRows(Random& random, const Config& config) {
   return c;
 }
 
+Case LegalSumRows(Random& random, const Config& config) {
+  Case c = {};
+  c.attributes.config = config;
+  c.op = &kSumRows;
+  const int element_bytes = c.Get("input") == 2 ? 4 : 2;
+  int64_t s = Extent(random), m = Extent(random);
+  int64_t k = Multiple(Extent(random), c.Get("word_bytes") / element_bytes);
+  int64_t places = random.PickOf({1, 2, 3, 8, 31, 32, 33, 100});
+  if (random.Chance(0.05)) {
+    int64_t* large[] = {&s, &m, &k, &places};
+    const uint64_t which = random.Below(4);
+    if (which < 2) k = 128;
+    if (which >= 2) s = std::min<int64_t>(s, 128);
+    *large[which] = int64_t{1} << 30;
+  }
+  if (random.Chance(0.05)) *random.Pick<int64_t*>({&s, &m, &k, &places}) = 0;
+  const XLA_FFI_DataType types[] = {kBf16, XLA_FFI_DataType_F16, kF32};
+  const XLA_FFI_DataType type = types[c.Get("input")];
+  c.args = {{"rows", type, {m, k}, 0},
+            {"places", kS32, {s, places}, 0},
+            {"weights", kF32, {s, places}, 0}};
+  c.rets = {{"sums", type, {s, k}, 0}};
+  c.is_empty = s == 0 || k == 0;
+  PlaceBuffers(c);
+  return c;
+}
+
 Case LegalCase(Random& random, const ConfigLists& lists) {
   if (random.Chance(0.1)) return LegalCopyRows(random, random.Pick(lists.copy_rows));
+  if (random.Chance(0.1)) return LegalSumRows(random, random.Pick(lists.sum_rows));
   if (random.Chance(0.4)) return LegalQuantize(random, random.Pick(lists.quantize));
   return LegalGemm(random, random.Pick(lists.gemm));
 }

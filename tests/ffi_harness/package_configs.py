@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import SupportsIndex
 
 from jax_fp8gemm._data.activation import ClampedSwiglu
-from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config
+from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config, sum_rows_config
 
 NUM_SMS = 132  # H100 and H200 SXM
 # Beside "silu", and with constants of either sign.
@@ -31,4 +31,5 @@ def config_lists() -> str:
     lines = [f"gemm {config_text(config)}" for config in gemm]
     lines += [f"quantize {config_text(config)}" for config in quantize]
     lines += [f"copy_rows {config_text(config)}" for config in copy_rows_config.kernel_configs()]
+    lines += [f"sum_rows {config_text(config)}" for config in sum_rows_config.kernel_configs()]
     return "\n".join(lines) + "\n"

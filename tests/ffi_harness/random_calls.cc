@@ -35,13 +35,14 @@ class Tally {
   std::map<std::string, long> kinds_;
 };
 
-// Whether a quantiser or a copier of rows has nothing to do.
+// Whether a quantiser, or what copies or adds rows, has nothing to do.
 bool IsEmpty(const Case& c) {
   const auto has_nothing = [&](const char* name) {
     const Buffer* buffer = c.Find(name);
     return buffer != nullptr && buffer->Bytes() == 0;
   };
   if (c.op == &kCopyRows) return has_nothing("x") || has_nothing("places") || has_nothing("values");
+  if (c.op == &kSumRows) return has_nothing("sums");
   const Buffer* rows = c.Find("rows");
   return c.op == &kQuantize && !c.args.empty() &&
          (c.args[0].Bytes() == 0 || (rows != nullptr && rows->Bytes() == 0));

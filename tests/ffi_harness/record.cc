@@ -10,6 +10,7 @@
 #include "gemm/gemm_launch.h"
 #include "launch_checks.h"
 #include "quantize/quantize_params.h"
+#include "sum_rows/sum_rows_params.h"
 
 namespace harness {
 namespace {
@@ -137,6 +138,21 @@ std::string CopyRowsText(const Case& c, const fake::Launch& launch) {
   return object.Get();
 }
 
+std::string SumRowsText(const Case& c, const fake::Launch& launch) {
+  SumRowsParams params;
+  std::memcpy(&params, launch.params.data(), sizeof(params));
+  Object object;
+  object.Add("rows", PointerName(c, params.rows));
+  object.Add("places", PointerName(c, params.places));
+  object.Add("weights", PointerName(c, params.weights));
+  object.Add("sums", PointerName(c, params.sums));
+  object.Add("num_sums", params.num_sums);
+  object.Add("num_places", params.num_places);
+  object.Add("m", params.m);
+  object.Add("k", params.k);
+  return object.Get();
+}
+
 std::string WorkText(const Case& c, const fake::Work& work) {
   const fake::Launch& launch = work.launches.at(0);
   Object object;
@@ -152,6 +168,7 @@ std::string WorkText(const Case& c, const fake::Work& work) {
   object.Add("zeroed", "[" + zeroed + "]");
   const auto text = c.op == &kQuantize   ? QuantizeText
                     : c.op == &kCopyRows ? CopyRowsText
+                    : c.op == &kSumRows  ? SumRowsText
                                          : GemmText;
   object.Add("params", text(c, launch));
   return object.Get();

@@ -33,6 +33,7 @@ def test_the_targets_have_the_three_stages():
         extension.SWIGLU_GRAD_QUANTIZE_TARGET,
         extension.GATHER_QUANTIZE_TARGET,
         extension.COPY_ROWS_TARGET,
+        extension.SUM_ROWS_TARGET,
     }
     checks = map(jax.export.DisabledSafetyCheck.custom_call, registrations)
     assert set(EXPORT_CHECKS) == set(checks)

@@ -14,7 +14,13 @@ from ext_program import QUANTIZE_CONFIG
 from gated_activations import NAMES, OTHERS
 
 from jax_fp8gemm._runtime import environment, precompile
-from jax_fp8gemm._tuning import all_kernels, copy_rows_config, quantize_config, tile_config
+from jax_fp8gemm._tuning import (
+    all_kernels,
+    copy_rows_config,
+    quantize_config,
+    sum_rows_config,
+    tile_config,
+)
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -314,6 +320,14 @@ def test_no_kernel_that_copies_rows_spills(compile_all):
     _assert_clean(reports)
     # With more, an SM would hold fewer than the 6 CTAs that row_copier.cuh counts on.
     assert all(report.registers <= 40 for report in reports)
+
+
+def test_no_kernel_that_adds_rows_spills(compile_all):
+    reports = compile_all(precompile.compile_sum_rows, list(sum_rows_config.kernel_configs()))
+    assert len({report.name for report in reports}) == len(reports) == 6
+    _assert_clean(reports)
+    # With more, an SM would hold fewer than the 5 CTAs that row_adder.cuh counts on.
+    assert all(report.registers <= 96 for report in reports)
 
 
 @pytest.mark.parametrize("activation", OTHERS, ids=NAMES)

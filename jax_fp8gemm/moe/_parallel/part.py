@@ -99,16 +99,16 @@ def results(
     # Outside of the branches, where the backward pass finds them.
     first_rows = rows_of_turn(received, 0, part.rows)
     # Likewise: XLA has a kernel for each, and launches behind a branch keep the GPU waiting.
-    weights = tuple(received.weights.T)
+    columns = tuple(received.weights.T) if spec.products.into.recipe.batch_invariant else ()
 
     def first() -> Results:
-        how = spec.products, received, weights, first_rows, w
+        how = spec.products, received, columns, first_rows, w
         return forward_turn(*how, with_columns=with_columns)
 
     def later(found: Results) -> Results:
         def sums(turn: jax.Array) -> jax.Array:
             rows = rows_of_turn(received, turn, part.rows)
-            return forward_turn(spec.products, received, weights, rows, w).sums
+            return forward_turn(spec.products, received, columns, rows, w).sums
 
         return found._replace(sums=add_turns(found.sums, count, sums))
 

@@ -15,6 +15,7 @@ from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_a
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gated import gated
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
+from jax_fp8gemm._primitives.sum_rows import sum_rows
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize
 from jax_fp8gemm.moe._biases import Biases, rows_of_bias
 from jax_fp8gemm.moe._choices import take_rows
@@ -103,7 +104,7 @@ class Gradients(NamedTuple):
 def forward_turn(
     products: Specs,
     received: Received,
-    weights: Sequence[jax.Array],
+    columns: Sequence[jax.Array],
     rows: Turn,
     w: Experts,
     *,
@@ -111,7 +112,7 @@ def forward_turn(
 ) -> Results:
     """Returns what these rows give.
 
-    weights: the columns (r,) of received.weights.
+    columns: those (r,) of received.weights, for recipes with batch_invariant.
     with_columns: whether h_columns is computed. gate_up then has its name of CHECKPOINT_NAMES: a
       policy that saves it alone has h_columns computed again from what is saved.
     """
@@ -119,15 +120,26 @@ def forward_turn(
     if with_columns:
         gate_up = name_residual("out", gate_up)
     out, h_columns = down_product(products, gate_up, w, rows.groups, with_columns=with_columns)
-    sums = sum_of_rows(
-        out,
-        rows.order,
-        weights,
-        rows.has_row,
-        dtype=products.into.lhs_dtype,
-        batch_invariant=products.into.recipe.batch_invariant,
-    )
+    sums = _sums(products.into, out, rows, received.weights, columns)
     return Results(sums, gate_up, h_columns)
+
+
+def _sums(
+    spec: ProductSpec,
+    x: jax.Array,
+    rows: Turn,
+    weights: jax.Array,
+    columns: Sequence[jax.Array] | None,
+) -> jax.Array:
+    """Returns the weighted sums (r, d) of the rows x of each received token, in the dtype of x.
+
+    columns: the weights (r, top_k) as sum_of_rows takes them, for recipes with batch_invariant.
+    """
+    if not spec.recipe.batch_invariant:
+        weights = weights.astype(jnp.float32)
+        return sum_rows(x, rows.places, weights, implementation=spec.implementation)
+    how = rows.order, columns, rows.has_row
+    return sum_of_rows(x, *how, dtype=x.dtype, batch_invariant=True)
 
 
 def _gate_up(products: Specs, received: Received, rows: Turn, w: Experts) -> jax.Array:
@@ -167,8 +179,7 @@ def backward_turn(
     weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
     dh = (dh * weights[:, None]).astype(gate_up.dtype)
     dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
-    invariant = products.into.recipe.batch_invariant
-    dx = sum_of_rows(dx, rows.order, None, rows.has_row, dtype=dx.dtype, batch_invariant=invariant)
+    dx = _sums(products.into, dx, rows, jnp.ones_like(received.weights), None)
     return TokenGradients(dx, dweights), RowGradients(
         rows, weights, gate_up, h_columns, dh, da_columns
     )
