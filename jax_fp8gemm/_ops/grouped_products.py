@@ -23,14 +23,16 @@ def grouped_gemm_as(
     first_row: jax.Array,
     out_spec: PartitionSpec | None = None,
     unused_rows: UnusedRows = "zero",
+    spare_sms: int = 0,
 ) -> jax.Array:
     """Returns grouped_gemm with a result of `dtype`.
 
-    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit. unused_rows: as
-    for grouped_gemm.
+    out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit. unused_rows,
+    spare_sms: as for grouped_gemm.
     """
     how = kernel_dtype(dtype), spec.implementation, spec.reduce_dtype, out_spec, unused_rows
-    return grouped_gemm(lhs, rhs, sizes, first_row, *how).astype(dtype)
+    out = grouped_gemm(lhs, rhs, sizes, first_row, *how, spare_sms=spare_sms)
+    return out.astype(dtype)
 
 
 def grouped_wgrad_as(

@@ -49,6 +49,7 @@ def grouped_gemm(
     out_spec: PartitionSpec | None = None,
     unused_rows: UnusedRows = "zero",
     expected_rows: int | None = None,
+    spare_sms: int = 0,
 ) -> jax.Array:
     """Multiplies groups of rows by their matrices: scaled_ragged_dot without the checks.
 
@@ -65,6 +66,8 @@ def grouped_gemm(
         A caller of the latter selects the rows that it reads. It never multiplies others by zero,
         because they may hold NaN.
       expected_rows: of the masked form, the rows of a group that tiles are chosen for. None: max_m.
+      spare_sms: the number of multiprocessors that the kernel leaves to a collective beside it. No
+        bit depends on it.
     Returns:
       (m, n) or (g, max_m, n) array of out_dtype.
     """
@@ -72,7 +75,8 @@ def grouped_gemm(
     operands = (*values_and_scale(lhs), *values_and_scale(rhs), sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
     dtypes = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))
-    params = dict(**dtypes, unused_rows=unused_rows, expected_rows=expected_rows)
+    rows = dict(unused_rows=unused_rows, expected_rows=expected_rows)
+    params = dict(**dtypes, **rows, spare_sms=spare_sms)
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
     return grouped_gemm_p(*operands, twins=twins_of_rhs(rhs), **how, **params)[0]
@@ -97,6 +101,7 @@ def _shape_rule(
     out_dtype,
     unused_rows,
     expected_rows,
+    spare_sms,
 ):
     op = "grouped_gemm"
     checks.check_ndim(op, "rhs", rhs, 3, "(g, n, k)")
@@ -107,7 +112,7 @@ def _shape_rule(
     return [jax.ShapeDtypeStruct((*lhs.shape[:-1], rhs.shape[1]), out_dtype)]
 
 
-def _reference(*operands, out_dtype, unused_rows, expected_rows):
+def _reference(*operands, out_dtype, unused_rows, expected_rows, spare_sms):
     return _tile_by_tile(reference, *operands, out_dtype=out_dtype)
 
 
@@ -146,7 +151,7 @@ def _tile_by_tile(multiply, lhs, lhs_scale, rhs, rhs_scale, group_sizes, first_r
     return [out[:m].astype(out_dtype)]
 
 
-def _emulation(*operands, out_dtype, unused_rows, expected_rows):
+def _emulation(*operands, out_dtype, unused_rows, expected_rows, spare_sms):
     (out,) = _tile_by_tile(product.multiply, *operands, out_dtype=jnp.dtype(jnp.float32))
     return [product.finish(f32.to_bits(out), [], out_dtype)]
 
@@ -162,6 +167,7 @@ def _ffi_call(
     out_dtype,
     unused_rows,
     expected_rows,
+    spare_sms,
 ):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
@@ -174,7 +180,7 @@ def _ffi_call(
     lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, 0, pad_n, pad_k)
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
     spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
-    num_sms = extension.num_sms()
+    num_sms = max(2, extension.num_sms() - spare_sms)
     expected = rows_of_tiles(*batch, expected_rows=expected_rows)
     config = choose.choose(expected, n, k, g, **spec, num_sms=num_sms).attributes(
         **spec,
@@ -203,7 +209,7 @@ def _ffi_call(
     return [out[:, :n].reshape(*batch, n)]
 
 
-def _partition_rule(lhs, *_, out_dtype, unused_rows, expected_rows) -> PartitionRule:
+def _partition_rule(lhs, *_, out_dtype, unused_rows, expected_rows, spare_sms) -> PartitionRule:
     blocks = {"k": _BLOCK, "n": _BLOCK}
     if lhs.ndim == 3:
         dims = ("g t k", "g t k", "g n k", "g n k", "g", "first")
@@ -214,7 +220,9 @@ def _partition_rule(lhs, *_, out_dtype, unused_rows, expected_rows) -> Partition
     return PartitionRule(dims, ("t n",), blocks, ("k", "g"), uncut=("sizes", "first"))
 
 
-def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_rows, expected_rows):
+def _run_shard(
+    run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_rows, expected_rows, spare_sms
+):
     """Multiplies the rows of a device by the matrices on it, and skips rows of other groups."""
     *matrices, group_sizes, first_row = operands
     m, g = operands[0].shape[-2], operands[2].shape[0]
@@ -229,8 +237,8 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, unused_r
         if shards.count("g") > 1:  # rows of other devices' groups are added
             unused_rows = "zero"
     dtype = reduce_dtype if shards.is_summed else out_dtype
-    how = dict(out_dtype=dtype, unused_rows=unused_rows, expected_rows=expected_rows)
-    (out,) = run(*matrices, sizes, first_row, **how)
+    rows = dict(unused_rows=unused_rows, expected_rows=expected_rows)
+    (out,) = run(*matrices, sizes, first_row, out_dtype=dtype, spare_sms=spare_sms, **rows)
     return [shards.reduce(out).astype(out_dtype)]
 
 

@@ -123,12 +123,32 @@ def test_each_pass_waits_for_the_gpu_before_its_products():
     assert not [line for line in lines if " while(" in line or "grouped" in line]
 
 
-def test_a_branch_launches_little_besides_our_kernels():
-    """The GPU waits for each launch behind a branch, until the first long kernel runs."""
+def branch_of_forward_pass():
+    """The instructions of a forward pass behind the question whether turns are left."""
     text = layer_program(is_forward=True)
     (branch,) = re.findall(r"false_computation=%?([\w.-]+)", text)
-    fusions = [line for line in hlo_text.computations(text)[branch] if " fusion(" in line]
-    assert 1 <= len(fusions) <= 2  # the sums of rows, and the sizes of groups
+    return hlo_text.computations(text)[branch]
+
+
+def test_a_branch_launches_little_besides_our_kernels():
+    """The GPU waits for each launch behind a branch, until the first long kernel runs."""
+    lines = branch_of_forward_pass()
+    first = next(i for i, line in enumerate(lines) if "jax_fp8gemm_grouped_gemm" in line)
+    before = [line for line in lines[:first] if " fusion(" in line]
+    assert len(before) == 1  # the sizes of groups
+
+
+def test_strips_of_a_forward_pass_travel_back_beside_products():
+    lines = branch_of_forward_pass()
+    at = lambda pattern: [i for i, line in enumerate(lines) if re.search(pattern, line)]
+    products = at("custom_call_target=.jax_fp8gemm_grouped_gemm")
+    starts, ends = (at(rf" all-to-all-{kind}\(") for kind in ("start", "done"))
+    assert len(products) == 1 + 4 and len(starts) == len(ends) == 3
+    for start, end, product in zip(starts, ends, products[2:], strict=True):
+        assert start < product < end
+    assert len(at(r" all-to-all\(")) == 1  # the last strip
+    # A strip of a weight is read where it lies.
+    assert not at(rf" = .*f8e4m3fn.*\[({WEIGHT_SHAPES}|64,1792,2048)\].* (copy|fusion|slice)\(")
 
 
 def test_values_travel_beside_quantisation_and_results_beside_products():

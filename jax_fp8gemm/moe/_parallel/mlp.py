@@ -21,6 +21,9 @@ No token is dropped, so the number of rows is not known before. Two loops take t
   - An exchange with fewer slots than tokens sends the rest in further turns.
   - The received rows are computed `rows` at a time. Evenly spread choices fill one such turn at
     most, and this bounds the memory.
+Where nothing is differentiated, results are computed in strips of columns, and each strip travels
+back while the next one is computed. A strip has the bits that it has in the whole.
+
 What turns contribute to a token or to a weight is added in the dtype of the sum; that is f32 for a
 weight if there are several parts. gate_up of the first turn is kept for the backward pass. That of
 further turns is computed again, and so are the columns of h, from gate_up. With kept_gate_up="fp8"
@@ -34,6 +37,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
@@ -126,9 +130,14 @@ def forward(
     outs, kept, sums = [], [], ()
     for i, part, arrived in in_order(spec.parts, arrive):
         received = receive(spec, part, after(arrived, sums))
-        how = spec, part, received, w
-        sums, gate_up, h_columns = results(*how, with_columns=with_columns)
-        outs.append(give_back(spec, part, plans[i], 0, fmt, sums))
+        # Further turns add to what comes back.
+        dtype = x.dtype if part.exchange.has_one_turn else jnp.float32
+        back = partial(give_back, spec, part, plans[i], 0, fmt, dtype=dtype)
+        # What a backward pass sends may travel beside the products of a forward pass.
+        how = dict(with_columns=with_columns, in_strips=not is_differentiated)
+        out, found = results(spec, part, received, w, back, **how)
+        sums, gate_up, h_columns = found
+        outs.append(out)
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
         received = name_residual("lhs", received)
         if not with_columns:
@@ -138,7 +147,8 @@ def forward(
 
     def run_later(part: PartSpec, plan: Plan, sent: Sent, turn: jax.Array) -> jax.Array:
         received = receive(spec, part, send_tokens(part, plan, turn, sent))
-        return give_back(spec, part, plan, turn, fmt, results(spec, part, received, w).sums)
+        back = partial(give_back, spec, part, plan, turn, fmt)
+        return results(spec, part, received, w, back)[0]
 
     operands = zip(spec.parts, plans, sent, at_the_end(spec.parts, outs), strict=True)
     outs = [

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
@@ -17,8 +19,14 @@ from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
 from jax_fp8gemm.moe._parallel.parts import after
-from jax_fp8gemm.moe._parallel.rows import Received, add_turns, rows_of_turn, with_later_turns
-from jax_fp8gemm.moe._parallel.turn import Results, forward_turn
+from jax_fp8gemm.moe._parallel.rows import (
+    Received,
+    add_turns,
+    in_one_turn_or_more,
+    rows_of_turn,
+    with_later_turns,
+)
+from jax_fp8gemm.moe._parallel.turn import WHOLE, GiveBack, Results, Strips, forward_turn
 
 
 class Sent(NamedTuple):
@@ -83,36 +91,69 @@ def receive(spec: ExpertSpec, part: PartSpec, arrived: Sent) -> Received:
 
 
 def give_back(
-    spec: ExpertSpec, part: PartSpec, plan: Plan, turn: TurnNumber, fmt: Format | None, y: jax.Array
+    spec: ExpertSpec,
+    part: PartSpec,
+    plan: Plan,
+    turn: TurnNumber,
+    fmt: Format | None,
+    y: jax.Array,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Sends y (r, d) back, as FP8 if the recipe says so; returns the sums (t, d) of tokens."""
     is_quantised = spec.products.into.recipe.fp8_combine
     encode = partial(quantize_to_send, spec, fmt) if is_quantised else None
-    return part.exchange.give_back(plan, turn, y, encode)
+    return part.exchange.give_back(plan, turn, y, encode).astype(dtype)
 
 
 def results(
-    spec: ExpertSpec, part: PartSpec, received: Received, w: Experts, *, with_columns: bool = False
-) -> Results:
-    """Returns the weighted sums of all rows, and the other results of the first turn."""
+    spec: ExpertSpec,
+    part: PartSpec,
+    received: Received,
+    w: Experts,
+    give_back: GiveBack,
+    *,
+    with_columns: bool = False,
+    in_strips: bool = False,
+) -> tuple[jax.Array, Results]:
+    """Returns what give_back makes of the sums of all rows, and the results of the first turn.
+
+    These have the sums of all rows too; or what is given back, with in_strips.
+
+    in_strips: whether strips of columns are given back while others are computed, if the part has
+      several. What travels then begins and ends in a branch, beside which XLA has nothing travel.
+    """
     count = num_turns(part, received)
     # Outside of the branches, where the backward pass finds them.
     first_rows = rows_of_turn(received, 0, part.rows)
     # Likewise: XLA has a kernel for each, and launches behind a branch keep the GPU waiting.
     columns = tuple(received.weights.T) if spec.products.into.recipe.batch_invariant else ()
 
-    def first() -> Results:
+    def first(strips: Strips = WHOLE) -> Results:
         how = spec.products, received, columns, first_rows, w
-        return forward_turn(*how, with_columns=with_columns)
+        return forward_turn(*how, strips=strips, with_columns=with_columns)
 
     def later(found: Results) -> Results:
         def sums(turn: jax.Array) -> jax.Array:
             rows = rows_of_turn(received, turn, part.rows)
-            return forward_turn(spec.products, received, columns, rows, w).sums
+            return forward_turn(spec.products, received, columns, rows, w).out
 
-        return found._replace(sums=add_turns(found.sums, count, sums))
+        return found._replace(out=add_turns(found.out, count, sums))
 
-    return with_later_turns(count, first, later)
+    if part.num_strips == 1 or not in_strips:
+        found = with_later_turns(count, first, later)
+        return give_back(found.out), found
+    if not isinstance(count, int):
+        count = lax.pmax(count, part.exchange.axis)  # all devices must give back in the same branch
+
+    def strips() -> Results:
+        return first(Strips(part.num_strips, give_back))
+
+    def whole() -> Results:
+        found = later(first())
+        return found._replace(out=give_back(found.out))
+
+    found = in_one_turn_or_more(count, strips, whole)
+    return found.out, found
 
 
 def num_turns(part: PartSpec, received: Received) -> jax.Array | int:

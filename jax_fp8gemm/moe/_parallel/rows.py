@@ -100,9 +100,14 @@ def with_later_turns(
     `first` here. Otherwise it would wait before the loop of `later`, with all of `first` done and
     nothing queued behind it.
     """
-    if isinstance(count, int):
-        return first()
-    return lax.cond(count > 1, lambda: later(first()), first)
+    return in_one_turn_or_more(count, first, lambda: later(first()))
+
+
+def in_one_turn_or_more(
+    count: jax.Array | int, one: Callable[[], Found], more: Callable[[], Found]
+) -> Found:
+    """Returns more() if there are several turns, else one(); an int `count` must be 1."""
+    return one() if isinstance(count, int) else lax.cond(count > 1, more, one)
 
 
 def add_turns(first: Sums, count: jax.Array | int, step: Callable[[jax.Array], Sums]) -> Sums:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +24,48 @@ from jax_fp8gemm.moe._mlp_products import (
     Experts,
     Residuals,
     bias_gradients,
-    down_product,
+    down_strip,
     gate_up_product,
+    hidden,
     hidden_gradient,
     row_gradient,
     weight_gradient,
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
+from jax_fp8gemm.moe._parallel.parts import after
 from jax_fp8gemm.moe._parallel.rows import Received, Turn, copy_tokens, dequantized_rows
 from jax_fp8gemm.moe._row_sums import sum_of_rows
+
+GiveBack: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+class Strips(NamedTuple):
+    """How a forward pass computes its results: in strips of columns, one after another.
+
+    Attributes:
+      number: of strips of equal width, a multiple of 128 if there are several.
+      give_back: what is done with each strip; the product of the next one does not wait for it.
+    """
+
+    number: int = 1
+    give_back: GiveBack = lambda sums: sums
+
+
+WHOLE = Strips()
 
 
 class Results(NamedTuple):
     """What the rows of a turn give in the forward pass.
 
     Attributes:
-      sums: (r, d), the weighted sums of the rows of each received token.
+      out: (r, d), the weighted sums of the rows of each received token; or what Strips.give_back
+        makes of them.
       gate_up: (rows, 2 f).
       h_columns: h, quantised along the tokens of each group; None where nobody reads it.
     """
 
-    sums: jax.Array
+    out: jax.Array
     gate_up: jax.Array
     h_columns: ScaledArray | None
 
@@ -108,6 +128,7 @@ def forward_turn(
     rows: Turn,
     w: Experts,
     *,
+    strips: Strips = WHOLE,
     with_columns: bool = False,
 ) -> Results:
     """Returns what these rows give.
@@ -119,9 +140,19 @@ def forward_turn(
     gate_up = _gate_up(products, received, rows, w)
     if with_columns:
         gate_up = name_residual("out", gate_up)
-    out, h_columns = down_product(products, gate_up, w, rows.groups, with_columns=with_columns)
-    sums = _sums(products.into, out, rows, received.weights, columns)
-    return Results(sums, gate_up, h_columns)
+    h, h_columns = hidden(products, gate_up, rows.groups, with_columns=with_columns)
+    outs: list[jax.Array] = []
+    sums = ()
+    for strip in range(strips.number):
+        # XLA would compute all products first, and then all sums in one kernel.
+        h = after(h, *sums)
+        product = down_strip(products, h, w, rows.groups, strip, strips.number)
+        # Nothing else then runs beside the strip before, or XLA would start that later.
+        product = after(product, *outs[-1:])
+        sums = (_sums(products.into, product, rows, received.weights, columns),)
+        outs.append(strips.give_back(*sums))
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
+    return Results(out, gate_up, h_columns)
 
 
 def _sums(
