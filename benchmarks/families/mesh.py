@@ -19,11 +19,15 @@ from benchmarks.timing.timer import Call, Samples
 AXIS = "devices"
 _NUM_STEPS = 3  # queued back to back in one sample of the clock
 Options: TypeAlias = Mapping[str, str | bool]
-# Collectives beside products, and two of them at once.
-_OPTIONS: Options = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
-}
+
+
+def collectives_at_once(number: int) -> Options:
+    """XLA's option by which up to `number` collectives run at once."""
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": str(number)}
+
+
+# Collectives beside products.
+_OPTIONS: Options = {"xla_gpu_enable_latency_hiding_scheduler": True, **collectives_at_once(2)}
 
 _COLLECTIVE = re.compile(rf" = (.+?) ({COLLECTIVES})(?:-done)?\(")
 _WHILE = re.compile(r" while\(.* body=%?([\w.-]+)")

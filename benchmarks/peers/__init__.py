@@ -15,10 +15,13 @@
 - fp8_gate_up: of `moe`, our call that keeps gate_up in FP8 for its backward pass.
 - square_wgrad: of `fsdp`, our step with weight gradients from squares.
 - fp8_combine: of `expert-parallel`, our layer whose results travel back in FP8.
+- copy_engines: of `expert-parallel`, our layer with XLA's flag by which all_to_all copies between
+  GPUs of a process without multiprocessors.
 - lax_ragged_dot: jax.lax.ragged_dot on bf16; for weight gradients jax.lax.ragged_dot_general.
 - lax_ragged_dot_cudnn: the same with XLA's flag for cuDNN's grouped kernels.
 - tokamax: the same of tokamax on its Mosaic GPU kernel, the best of a few configs.
-- one_gpu: the layer of one GPU alone.
+- one_gpu: the layer of one GPU alone, while the others wait.
+- every_gpu: of `expert-parallel`, the layer of one GPU on all of them at once, each with its own.
 - 1d1d: of `wgrad-square` and `ragged-wgrad-square`, our kernel with 1x128 blocks on both sides.
 """
 
@@ -26,7 +29,7 @@ NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up"),
-    *("square_wgrad", "fp8_combine"),
+    *("square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
 )
 
 

@@ -195,8 +195,9 @@ def test_work_of_a_mixture():
     assert [case.labels["name"] for case in forward] == ["tiny_forward"] * 3
     assert {case.work.flop for case in forward} == {first.work.flop // 3}
     assert first.labels["mode"] == "all_gather"
-    assert list(first.peers) == ["one_gpu", "fp8_combine", "lax_ragged_dot"]
-    assert list(forward[0].peers) == ["one_gpu", "fp8_combine"]
+    others_of_all_gpus = ["every_gpu", "fp8_combine", "copy_engines"]
+    assert list(first.peers) == ["one_gpu", *others_of_all_gpus, "lax_ragged_dot"]
+    assert list(forward[0].peers) == ["one_gpu", *others_of_all_gpus]
     assert [list(case.peers) for case in (*others[:2], *forward[1:])] == [["one_gpu"]] * 4
     in_parts = expert_parallel.expert_parallel_cases(MIXTURE, ("1", "chosen"))
     assert [case.labels["parts"] for case in in_parts] == [1, "chosen"] * 3 + [1] * 3
@@ -236,6 +237,23 @@ def test_mixture_spread_over_devices_as_on_one_and_in_bf16(two_devices, monkeypa
     assert out.shape == (64, 128) and len(out.devices()) == 1
     assert [x.shape for x in gradients] == [(64, 128), (64, 2), (2, 128, 128), (2, 64, 128)]
     assert one_gpu.moved_bytes is None
+
+
+def test_every_gpu_runs_the_layer_of_one(two_devices):
+    first, *_, forward = expert_parallel.expert_parallel_cases(MIXTURE)[:4]
+    every, (one, *_) = first.peers["every_gpu"](), first.peers["one_gpu"]().run()
+    out, *gradients = every.run()
+    assert [x.shape for x in (out, *gradients)] == [x.shape for x in first.build().run()]
+    assert len(out.devices()) == 2 and every.moved_bytes is None
+    # Numbers of the first device's tokens and experts are other ones on a mesh of one device.
+    assert np.linalg.norm(np.asarray(out[:64], np.float32)) > 0 and one.shape == (64, 128)
+    np.testing.assert_array_equal(forward.peers["every_gpu"]().run(), out)
+
+
+def test_copy_engines_change_no_bit(two_devices):
+    first, *_ = expert_parallel.expert_parallel_cases(MIXTURE)
+    for x, y in zip(first.build().run(), first.peers["copy_engines"]().run(), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_the_forward_pass_alone_gives_the_result_of_the_step(two_devices):

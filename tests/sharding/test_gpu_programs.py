@@ -37,16 +37,16 @@ def two_h100s():
         yield
 
 
-def compiled(step, state, *operands):
+def compiled(step, state, *operands, options=None):
     """The program of a step, for arrays that are types alone."""
-    options = gpu_topology.COMPILER_OPTIONS | dict(mesh._OPTIONS)
+    options = gpu_topology.COMPILER_OPTIONS | dict(mesh._OPTIONS) | dict(options or {})
     jitted = jax.jit(step, donate_argnums=0)
     return jitted.lower(state, *operands).compile(compiler_options=options)
 
 
-def planned(step, state, *operands, **_):
+def planned(step, state, *operands, options):
     """As mesh.step_call, for types. It cannot run."""
-    program = compiled(step, state, *operands)
+    program = compiled(step, state, *operands, options=options)
     return Call(lambda: None, jax_queue(), peak_bytes=peak_bytes(program))
 
 
