@@ -37,11 +37,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.groups import Groups
-from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
+from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product import gemm_as
 from jax_fp8gemm._ops.product_spec import DType, ProductSpec, name_residual, quantize_args
@@ -54,10 +53,6 @@ from jax_fp8gemm.moe._biases import Biases, add_bias, as_biases, sum_of_groups
 from jax_fp8gemm.moe._kept_gate_up import KeptGateUp, keep, name_columns, read
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._operands import Weights
-
-# NCCL's kernel of an all_to_all has as many CTAs, on four H200s. With 24 multiprocessors left to
-# it, or none, it began when the product ended.
-_COLLECTIVE_SMS = 32
 
 
 class Experts(NamedTuple):
@@ -154,29 +149,6 @@ def hidden(
     return swiglu_quantize(
         gate_up, *(groups or ()), activation=activation, pieces=pieces, **how, **args
     )
-
-
-def down_strip(
-    specs: Specs, h: ScaledArray, w: Experts, groups: Groups, strip: int, num_strips: int
-) -> jax.Array:
-    """Returns strip number `strip` of out (m, d): d / num_strips columns, a multiple of 128.
-
-    Each strip of an expert's weight is the weight of a group of its own, so no weight is copied.
-    The groups of the other strips are empty. All strips but the first leave multiprocessors to the
-    collective by which the strip before travels.
-    """
-    down = specs.down
-    values, scale = (
-        x.reshape(-1, x.shape[1] // num_strips, x.shape[2]) for x in values_and_scale(w.down)
-    )
-    weights = ScaledArray(values, scale, block=w.down.block)
-    is_strip = jnp.arange(num_strips, dtype=jnp.int32) == strip
-    of_strip = groups._replace(sizes=jnp.where(is_strip, groups.sizes[:, None], 0).reshape(-1))
-    of_out = down.shardings.out, specs.unused_rows, _COLLECTIVE_SMS if strip > 0 else 0
-    out = grouped_gemm_as(down, down.out_dtype, h, weights, *of_strip, *of_out)
-    if w.biases is None:
-        return out
-    return add_bias(out, jnp.split(w.biases.down, num_strips, axis=1)[strip], groups)
 
 
 def hidden_gradient(

@@ -14,6 +14,7 @@ from test_moe import random
 from jax_fp8gemm import Recipe
 from jax_fp8gemm.moe import moe_layer, route
 from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
+from jax_fp8gemm.moe._parallel import strips as _strips
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 M, TOP_K, D = 64, 2, 512  # two strips are 256 columns each, four 128
@@ -40,8 +41,8 @@ def in_strips(traced_anew, monkeypatch):
     def run(num_strips, operands, **options):
         # Of 4 devices with M / 4 tokens each, a device has the results of all others to send.
         num_bytes = M // 4 * 3 * D * 4 // num_strips
-        monkeypatch.setattr(_expert_spec, "_MIN_STRIP_BYTES", num_bytes)
-        monkeypatch.setattr(_expert_spec, "_NUMS_OF_STRIPS", (num_strips,))
+        monkeypatch.setattr(_strips, "_MIN_STRIP_BYTES", num_bytes)
+        monkeypatch.setattr(_strips, "_NUMS_OF_STRIPS", (num_strips,))
         jax.clear_caches()
         compiled = forward(**options).lower(*operands).compile()
         return compiled(*operands), compiled
@@ -118,6 +119,6 @@ def test_what_is_differentiated_has_no_strips(in_strips):
 
 def test_a_device_has_at_most_1024_groups(in_strips, monkeypatch):
     operands = problem()[:-1]
-    monkeypatch.setattr(_expert_spec, "MAX_GROUPS", E // 4 * 2 - 1)
+    monkeypatch.setattr(_strips, "MAX_GROUPS", E // 4 * 2 - 1)
     _, compiled = in_strips(2, operands, exchange="all_gather")
     assert returned(compiled) == [D]

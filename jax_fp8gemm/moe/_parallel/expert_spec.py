@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import jax
 
-from jax_fp8gemm._data.formats import SCALE_BLOCK
-from jax_fp8gemm._data.groups import MAX_GROUPS
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.moe._mlp_specs import Specs, check_num_experts, make_specs
 from jax_fp8gemm.moe._operands import Weights
@@ -23,13 +21,11 @@ from jax_fp8gemm.moe._parallel.exchange import (
 )
 from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
 from jax_fp8gemm.moe._parallel.parts import sizes_of_parts
+from jax_fp8gemm.moe._parallel.strips import count_strips
 
 _HEADROOM = 1.25  # the rows of a turn, over the rows that evenly spread choices make
 _ROW_UNIT = 128
 _MIN_ROWS = 4096  # a turn has at least as many rows, unless there are never as many
-_NUMS_OF_STRIPS = 4, 2
-# Of a strip, from all other devices. It is assumed: 2 GPUs of DeepSeek-V3's sizes have 29 MB.
-_MIN_STRIP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ def expert_spec(
     capacity = options.capacity(tokens * exchanges[0].top_k, num_experts)
     most = None if capacity is None else num_experts * capacity
     has_parts = len(exchanges) > 1
-    num_strips = 1 if has_parts else _num_strips(exchanges[0], num_local_experts, x)
+    num_strips = 1 if has_parts else count_strips(exchanges[0], num_local_experts, x)
     parts = (
         PartSpec(exchange, *_rows(exchange, most, has_parts), num_strips) for exchange in exchanges
     )
@@ -151,18 +147,3 @@ def _rows(exchange: Exchange, most: int | None, has_parts: bool) -> tuple[int, b
     expected = exchange.tokens * exchange.top_k
     rows = max(math.ceil(_HEADROOM * expected / _ROW_UNIT) * _ROW_UNIT, _MIN_ROWS)
     return (rows, False) if rows < most_of_part else (most_of_part, True)
-
-
-def _num_strips(exchange: Exchange, num_experts: int, x: jax.Array) -> int:
-    """Returns in how many strips of columns the results of tokens x (t, d) travel back.
-
-    Each is whole scale blocks wide. In its product, each expert of a device has a group for each
-    strip.
-    """
-    d = x.shape[1]
-    num_bytes = (exchange.received - exchange.slots) * d * x.dtype.itemsize
-    for number in _NUMS_OF_STRIPS:
-        is_long = num_bytes >= number * _MIN_STRIP_BYTES
-        if is_long and d % (number * SCALE_BLOCK) == 0 and number * num_experts <= MAX_GROUPS:
-            return number
-    return 1

@@ -8,12 +8,13 @@ gradient of gate_up again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
+from jax_fp8gemm.moe._biases import Biases
 from jax_fp8gemm.moe._mlp_products import Experts, Residuals
 from jax_fp8gemm.moe._parallel.exchange_kinds import Plan, TurnNumber
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec, PartSpec
@@ -34,14 +35,21 @@ from jax_fp8gemm.moe._parallel.rows import (
     rows_of_turn,
     with_later_turns,
 )
-from jax_fp8gemm.moe._parallel.turn import (
-    Gradients,
-    RowGradients,
-    TokenGradients,
-    WeightGradients,
-    backward_turn,
-    weight_gradients,
-)
+from jax_fp8gemm.moe._parallel.turn import RowGradients, TokenGradients, backward_turn
+from jax_fp8gemm.moe._parallel.weight_gradients import WeightGradients, weight_gradients
+
+
+class Gradients(NamedTuple):
+    """The gradients of the operands; that of weights which are quantised already is None.
+
+    x is (r, d) and weights (r, top_k), for r tokens. Those of biases are f32.
+    """
+
+    x: jax.Array
+    weights: jax.Array
+    w_gate_up: jax.Array | None
+    w_down: jax.Array | None
+    biases: Biases | None
 
 
 def backward(spec: ExpertSpec, kept: Kept, w: Experts, dout: jax.Array) -> Gradients:

@@ -25,7 +25,7 @@ from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._parallel.expert_spec import ExpertSpec
 from jax_fp8gemm.moe._parallel.layout import MeshLayout
 from jax_fp8gemm.moe._parallel.mlp import Kept, backward, forward
-from jax_fp8gemm.moe._parallel.turn import Gradients
+from jax_fp8gemm.moe._parallel.mlp_backward import Gradients
 
 # The sharding of w_gate_up and of w_down; None for a ScaledArray, which has no gradient.
 Shardings: TypeAlias = tuple[NamedSharding | None, ...]

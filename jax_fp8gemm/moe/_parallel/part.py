@@ -26,7 +26,8 @@ from jax_fp8gemm.moe._parallel.rows import (
     rows_of_turn,
     with_later_turns,
 )
-from jax_fp8gemm.moe._parallel.turn import WHOLE, GiveBack, Results, Strips, forward_turn
+from jax_fp8gemm.moe._parallel.strips import WHOLE, GiveBack, Strips
+from jax_fp8gemm.moe._parallel.turn import Results, forward_turn
 
 
 class Sent(NamedTuple):
