@@ -6,7 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from meshes import collectives
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
 from reference import assert_same_bits
 from test_expert_parallel import E, F, auto_mesh, vjp
 from test_moe import random
@@ -122,3 +124,41 @@ def test_a_device_has_at_most_1024_groups(in_strips, monkeypatch):
     monkeypatch.setattr(_strips, "MAX_GROUPS", E // 4 * 2 - 1)
     _, compiled = in_strips(2, operands, exchange="all_gather")
     assert returned(compiled) == [D]
+
+
+def test_vmap_over_tokens_and_choices(in_strips):
+    x, indices, weights, *experts = problem()[:-1]
+    twice = [jnp.stack([y, y[::-1]]) for y in (x, indices, weights)]
+
+    def run(*operands):
+        layer = forward(exchange="all_gather")
+        return jax.vmap(layer, in_axes=(0, 0, 0, None, None))(*operands)
+
+    expected = run(*twice, *experts)
+    in_strips(2, (x, indices, weights, *experts), exchange="all_gather")
+    assert_same_bits(run(*twice, *experts), expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_experts_along_one_of_two_axes(in_strips, monkeypatch, axis_type):
+    """With weights whose features the other axis cuts."""
+    on = mesh(axis_type, axis_type, shape=(4, 2))
+    specs = *(P(("x", "y")),) * 3, P("x", None, "y"), P("x", "y")
+    operands = [
+        jax.device_put(y, NamedSharding(on, spec))
+        for y, spec in zip(problem()[:-1], specs, strict=True)
+    ]
+
+    def compiled():
+        layer = functools.partial(moe_layer, mesh=on, expert_axis="x", exchange="all_gather")
+        run = jax.jit(lambda x, indices, weights, *rest: layer(x, (indices, weights), *rest))
+        return run.lower(*operands).compile()
+
+    whole = compiled()
+    in_strips(2, problem()[:-1], exchange="all_gather")
+    monkeypatch.setattr(_strips, "_MIN_STRIP_BYTES", 1)
+    strips = compiled()
+    kinds = [[x for x in collectives(c) if "all-to-all" in x] for c in (whole, strips)]
+    assert kinds[0] == [f"all-to-all f32[{M // 8},{D}]"]
+    assert kinds[1] == [f"all-to-all f32[{M // 8},{D // 2}]"] * 2
+    assert_same_bits(strips(*operands), whole(*operands))
