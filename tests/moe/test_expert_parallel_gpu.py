@@ -21,6 +21,7 @@ from jax_fp8gemm._data.recipe import BF16, DEEPSEEK_V3, Recipe
 from jax_fp8gemm.moe import moe_layer, route
 from jax_fp8gemm.moe._parallel import exchange as _exchange
 from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
+from jax_fp8gemm.moe._parallel import strips as _strips
 from jax_fp8gemm.moe._parallel.exchange import NAMES
 
 pytestmark = pytest.mark.gpu
@@ -158,6 +159,37 @@ def test_several_turns_of_rows_and_of_tokens(traced_anew, monkeypatch):
     assert max(of_tokens) < 1e-5
     # Turns cut the tokens of an expert into other blocks.
     assert max(dw_gate_up, dw_down) < 5e-3
+
+
+@pytest.mark.parametrize("skew", [0.0, 5.0], ids=["one turn", "several on one GPU"])
+@pytest.mark.parametrize("name", NAMES)
+def test_strips_have_the_bits_of_the_whole(traced_anew, monkeypatch, name, skew):
+    """In a forward pass that is not differentiated."""
+    monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 128)
+    operands = spread(skew)[:-1]
+
+    def run():
+        jax.clear_caches()
+        layer = functools.partial(
+            moe_layer,
+            mesh=one_axis(),
+            expert_axis="x",
+            exchange=name,
+            implementation=gpu_cases.IMPLEMENTATION,
+        )
+        jitted = jax.jit(lambda x, indices, weights, *rest: layer(x, (indices, weights), *rest))
+        program = jitted.lower(*operands).compile(compiler_options=gpu_cases.COMPILER_OPTIONS)
+        return program, program(*operands)
+
+    whole, expected = run()
+    monkeypatch.setattr(_strips, "_MIN_STRIP_BYTES", 1)
+    strips, found = run()
+    target = 'custom_call_target="jax_fp8gemm_grouped_gemm"'
+    num_products = [program.as_text().count(target) for program in (whole, strips)]
+    assert num_products[1] == num_products[0] + 3  # four strips in the branch of one turn
+    reference.assert_same_bits(found, expected)
+    for _ in range(3):
+        reference.assert_same_bits(strips(*operands), found)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
