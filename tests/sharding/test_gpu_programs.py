@@ -151,6 +151,9 @@ def test_strips_of_a_forward_pass_travel_back_beside_products(has_options):
     assert len(products) == 1 + 4 and len(starts) >= 3  # nothing runs beside the last strip
     for start, end, product in zip(starts[:3], ends[:3], products[2:], strict=True):
         assert start < product < end
+    of_products = [re.search(r"num_sms = (\d+)", lines[i]) for i in products]
+    num_sms = [int(found[1]) for found in of_products if found]
+    assert num_sms == [132] * 2 + [132 - 32] * 3  # what travels beside a product has the others
     # A strip of a weight is read where it lies.
     assert not at(rf" = .*f8e4m3fn.*\[({WEIGHT_SHAPES}|64,1792,2048)\].* (copy|fusion|slice)\(")
 

@@ -88,6 +88,7 @@ def forward_turn(
     """Returns what these rows give.
 
     columns: those (r,) of received.weights, for recipes with batch_invariant.
+    strips: in which results are computed, and what is done with each.
     with_columns: whether h_columns is computed. gate_up then has its name of CHECKPOINT_NAMES: a
       policy that saves it alone has h_columns computed again from what is saved.
     """
