@@ -26,7 +26,9 @@
 //
 // Ragged: more operands, group_sizes (g) and first_row (1), s32 of any values; 1 <= g <= 1024. The
 // columns of the transposed results are then (m + 127 g) / 128 * 128 instead of m. There is no
-// batch, block or block_both. All but "quantize" have columns in this form only.
+// batch, block or block_both. All but "quantize" have columns in this form only. Of SwiGLU and its
+// gradient, rows of no group are not stored, and row is ragged too: then rows behind the last group
+// are not stored.
 
 #ifndef JAX_FP8GEMM_QUANTIZE_QUANTIZE_H_
 #define JAX_FP8GEMM_QUANTIZE_QUANTIZE_H_

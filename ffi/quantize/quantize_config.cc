@@ -66,7 +66,7 @@ const char* QuantizeOp(const QuantizeConfig& config) {
 
 const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
 
-bool HasRaggedForm(int32_t mode) { return mode != kRow && mode != kBlock && mode != kBlockBoth; }
+bool HasRaggedColumns(int32_t mode) { return mode != kRow && mode != kBlock && mode != kBlockBoth; }
 
 bool StoresRowsAndColumns(int32_t mode) {
   return mode == kRowColumn || mode == kRowBlockTransposed;
@@ -88,10 +88,12 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
                            config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
                            ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged);
   }
-  if (config.ragged != 0 && !HasRaggedForm(config.mode)) {
+  const bool has_ragged_rows = config.mode == kRow && IsSwiglu(config);
+  if (config.ragged != 0 && !HasRaggedColumns(config.mode) && !has_ragged_rows) {
     return InvalidArgument(op,
                            ": ragged must go with mode column, row_column, block_transposed or ",
-                           "row_block_transposed; got mode ", kModes[config.mode]);
+                           "row_block_transposed, or with row of source 1 or 2; got mode ",
+                           kModes[config.mode], ", source ", config.source);
   }
   if (config.source != kPlain && config.mode != kRow && config.ragged == 0) {
     return InvalidArgument(op, ": mode must be row, or one of columns with ragged; got mode ",

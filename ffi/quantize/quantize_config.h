@@ -18,7 +18,7 @@ struct QuantizeConfig {
   int32_t input;       // dtype of the operands: an index into kQuantizeInputs
   int32_t e5m2;        // values are e5m2, otherwise e4m3fn
   int32_t pow2_scale;  // scales are rounded up to powers of two
-  int32_t ragged;      // every group of rows starts at a block of columns: see HasRaggedForm
+  int32_t ragged;      // the call has groups, each of which starts at a block of columns
   int32_t source;      // what is quantised: a QuantizeSource
   int32_t activation;  // of SwiGLU and its gradient: a QuantizeActivation
   // Of kClampedSwiglu: the constants of swiglu.cuh, as bits of f32. Otherwise 0.
@@ -58,7 +58,7 @@ const char* QuantizeOp(const QuantizeConfig& config);
 const char* QuantizeModeName(int32_t mode);
 
 // Whether a mode in range has results of ragged columns.
-bool HasRaggedForm(int32_t mode);
+bool HasRaggedColumns(int32_t mode);
 
 // Whether a kernel stores rows of no group beside ragged columns.
 bool StoresRowsAndColumns(int32_t mode);

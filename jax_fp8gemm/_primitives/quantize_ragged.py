@@ -139,6 +139,7 @@ def call_kernel(
     e5m2: bool,
     pow2_scale: bool,
     num_scales: int = 0,
+    has_ragged_rows: bool = False,
     activation: Activation = "silu",
 ) -> list[jax.Array]:
     """Calls a kernel that computes y (m, k) from the arrays and quantises it.
@@ -148,15 +149,17 @@ def call_kernel(
       source: how the kernel computes y: one of the sources of _tuning/quantize_config.py.
       arrays: the operands of that source. Those after the first that hold its 1x128 scales, as many
         as num_scales, have rows minor.
-      groups: group_sizes and first_row. Mode "row" does not read them.
+      groups: group_sizes and first_row. Mode "row" reads them only with has_ragged_rows.
       results: the types of the results.
       mode: "row", along k; "column" or "block_transposed", along the tokens of each group;
         "row_column" or "row_block_transposed", both.
+      has_ragged_rows: whether mode "row" leaves rows behind the last group as they were. The
+        sources "swiglu" and "swiglu_grad" can.
       activation: that of the sources "swiglu" and "swiglu_grad".
     """
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernels read them along rows.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
-    is_ragged = mode != "row"
+    is_ragged = has_ragged_rows or mode != "row"
     layouts = [row_major if x.ndim == 2 else vector for x in arrays]
     layouts[1 : 1 + num_scales] = [column_major] * num_scales
     config = quantize_config.attributes(

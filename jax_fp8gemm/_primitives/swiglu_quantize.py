@@ -61,8 +61,9 @@ def swiglu_quantize(
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
     None. of_groups are group_sizes and first_row; without them the columns are (f, m), along all
-    rows. activation says what h is, and pieces how gate_up is laid out: each has whole scale blocks
-    of features. The other arguments are those of rows_and_ragged_columns.
+    rows. On a GPU a row of no group may hold anything, NaN too. activation says what h is, and
+    pieces how gate_up is laid out: each has whole scale blocks of features. The other arguments
+    are those of rows_and_ragged_columns.
     """
     operands = gate_up, *of_groups
     bind = partial(swiglu_quantize_p, activation=activation, pieces=pieces)
@@ -154,7 +155,8 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
     m = arrays[0].shape[0]
     sizes, first_row = of_groups or (jnp.full((1,), m, jnp.int32), jnp.zeros((1,), jnp.int32))
     types = _shape_rule(target, *arrays, sizes, first_row, **params)
-    results = call_kernel(target, source, arrays, (sizes, first_row), types, **params)
+    of_rows: dict[str, Any] = dict(has_ragged_rows=bool(of_groups)) | params
+    results = call_kernel(target, source, arrays, (sizes, first_row), types, **of_rows)
     # Without groups the kernel runs on one group, whose columns it pads with zeros to a multiple of
     # 128. The result has m columns.
     wanted = _shape_rule(target, *operands, **params)

@@ -94,7 +94,11 @@ def activation_configs(
         *itertools.product(SOURCES[1:3], ("row", *_RAGGED_MODES)),
         *(("swiglu", mode) for mode in _SQUARE_RAGGED_MODES),
     ]
-    kinds = [(source, mode, mode != "row", ("bfloat16", "float32")) for source, mode in pairs]
+    dtypes = "bfloat16", "float32"
+    kinds = [
+        *((source, "row", False, dtypes) for source in SOURCES[1:3]),
+        *((source, mode, True, dtypes) for source, mode in pairs),
+    ]
     yield from _configs(kinds, e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
 
 

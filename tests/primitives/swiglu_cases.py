@@ -40,7 +40,7 @@ def in_columns(x, sizes, first_row):
 def block_max(x):
     """Of each 1x128 block of x >= 0."""
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % 128)))
-    return padded.reshape(x.shape[0], -1, 128).max(axis=2)
+    return padded.reshape(x.shape[0], padded.shape[1] // 128, 128).max(axis=2)
 
 
 def per_element(scale, width):

@@ -73,10 +73,30 @@ def _quantize(
 # Against float64
 
 
+def _is_of_group(sizes, m=M):
+    """Which rows are of a group. A row of none may hold anything."""
+    end = reference.row_ranges(sizes, m, FIRST_ROW)[-1][1]
+    return (np.arange(m) >= FIRST_ROW) & (np.arange(m) < end)
+
+
+def _of_groups(rows, sizes):
+    """The rows of all groups, on the host."""
+    is_of_group = _is_of_group(sizes, rows.values.shape[0])
+    return ScaledArray(*(np.asarray(x)[is_of_group] for x in (rows.values, rows.scale)))
+
+
+def _assert_same_rows(actual, expected, sizes):
+    actual, expected = _of_groups(actual, sizes), _of_groups(expected, sizes)
+    reference.assert_same_bits(actual.values, expected.values)
+    reference.assert_same_bits(actual.scale, expected.scale)
+
+
 def _check(operands, sizes, fmt=E4M3, pow2=False):
     rows, columns = _quantize(operands, sizes, fmt, pow2)
     x, magnitude = swiglu_cases.truth(operands)
-    swiglu_cases.assert_nearest(rows, x, magnitude, fmt, pow2, "rows")
+    is_of_group = _is_of_group(sizes, len(x))
+    of_groups = x[is_of_group], magnitude[is_of_group]
+    swiglu_cases.assert_nearest(_of_groups(rows, sizes), *of_groups, fmt, pow2, "rows")
     x_columns, is_token = swiglu_cases.in_columns(x, sizes, FIRST_ROW)
     swiglu_cases.assert_nearest(
         columns,
@@ -128,9 +148,12 @@ def test_against_the_reference_lowering(is_grad, dtype, f):
     found = _quantize(operands, EDGES)
     run = jax.jit(lambda *xs: _quantize(xs, EDGES, implementation="xla"))
     expected = run(*map(jnp.asarray, operands))
+    is_of_group = _is_of_group(EDGES)
     both = [
-        (x, swiglu_cases.in_columns(x, EDGES, FIRST_ROW)[0]) for x in swiglu_cases.truth(operands)
+        (x[is_of_group], swiglu_cases.in_columns(x, EDGES, FIRST_ROW)[0])
+        for x in swiglu_cases.truth(operands)
     ]
+    found, expected = ((_of_groups(rows, EDGES), columns) for rows, columns in (found, expected))
     for q, e, x, magnitude in zip(found, expected, *both, strict=True):
         scale, expected_scale = np.asarray(q.scale), np.asarray(e.scale, np.float64)
         largest = swiglu_cases.block_max(magnitude)
@@ -170,7 +193,8 @@ def _saturated(is_grad, f, dtype):
 def test_bits_where_sigma_is_exact(is_grad, dtype, f, fmt, pow2):
     operands, x = _saturated(is_grad, f, dtype)
     rows, columns = _quantize(operands, EDGES, fmt, pow2)
-    values, scale = reference.quantize(x, fmt=fmt, pow2=pow2)
+    values, scale = reference.quantize(x[_is_of_group(EDGES)], fmt=fmt, pow2=pow2)
+    rows = _of_groups(rows, EDGES)
     reference.assert_same_bits(rows.scale, scale, "scale of rows")
     reference.assert_same_bits(rows.values, values, "rows")
     values, scale = reference.quantize_ragged(x, EDGES, fmt, pow2, FIRST_ROW)
@@ -186,8 +210,7 @@ def test_modes_give_the_same_bits(is_grad, dtype, f):
     rows, columns = _quantize(operands, EDGES)
     alone, none = _quantize(operands, EDGES, with_columns=False)
     assert none is None
-    assert_same(alone.values, rows.values)
-    assert_same(alone.scale, rows.scale)
+    _assert_same_rows(alone, rows, EDGES)
     primitive = (
         swiglu_quantize.swiglu_grad_quantize_p if is_grad else swiglu_quantize.swiglu_quantize_p
     )
@@ -211,18 +234,13 @@ def test_modes_give_the_same_bits(is_grad, dtype, f):
 def test_rows_of_no_group_reach_no_column(is_grad, sizes, f):
     operands = _operands(is_grad, f, jnp.bfloat16)
     rows, columns = _quantize(operands, sizes)
-    end = reference.row_ranges(sizes, M, FIRST_ROW)[-1][1]
-    is_of_no_group = (np.arange(M) < FIRST_ROW) | (np.arange(M) >= end)
     poisoned = [x.copy() for x in operands]
     for x in poisoned:
-        x[is_of_no_group] = np.nan
-    nan_rows, same_columns = _quantize(poisoned, sizes)
+        x[~_is_of_group(sizes)] = np.nan
+    same_rows, same_columns = _quantize(poisoned, sizes)
     assert_same(same_columns.values, columns.values)
     assert_same(same_columns.scale, columns.scale)
-    assert np.all(np.asarray(nan_rows.values).view(np.uint8)[is_of_no_group] == 0x7F)
-    assert np.isnan(np.asarray(nan_rows.scale)[is_of_no_group]).all()
-    assert_same(nan_rows.values[~is_of_no_group], rows.values[~is_of_no_group])
-    assert_same(nan_rows.scale[~is_of_no_group], rows.scale[~is_of_no_group])
+    _assert_same_rows(same_rows, rows, sizes)
 
 
 @directions
@@ -241,11 +259,15 @@ def test_special_values(is_grad, dtype, f):
         operands[0] = np.concatenate([operands[0], np.ones((2, 2 * f), dtype)])
         operands[1] = np.concatenate([operands[1], np.ones((2, f), dtype)])
         operands[1][-2:, 5] = np.nan, -np.inf
+    # Rows of no group come first.
+    operands = [np.concatenate([np.ones_like(x[:FIRST_ROW]), x]) for x in operands]
     with np.errstate(invalid="ignore"):
         x, magnitude = swiglu_cases.truth(operands)
+    x, magnitude = x[FIRST_ROW:], magnitude[FIRST_ROW:]
     is_bad = np.add.reduceat(~np.isfinite(x), np.arange(0, x.shape[1], 128), axis=1) > 0
     expected = np.repeat(is_bad, 128, axis=1)[:, : x.shape[1]]
     rows, columns = _quantize(operands, [len(x)])
+    rows = _of_groups(rows, [len(x)])
     np.testing.assert_array_equal(np.isnan(np.asarray(rows.scale)), is_bad)
     np.testing.assert_array_equal(np.isnan(np.asarray(rows.values, np.float32)), expected)
     is_finite = ~is_bad.any(axis=1)
@@ -254,8 +276,7 @@ def test_special_values(is_grad, dtype, f):
     swiglu_cases.assert_nearest(
         finite_rows, x[is_finite], magnitude[is_finite], E4M3, False, "finite rows"
     )
-    # FIRST_ROW rows are of no group: of the others, a bad one spoils its columns.
-    spoilt = ~np.isfinite(x[FIRST_ROW:]).all(axis=0)
+    spoilt = ~np.isfinite(x).all(axis=0)  # a bad row spoils its columns
     np.testing.assert_array_equal(np.isnan(np.asarray(columns.scale))[:, 0], spoilt)
 
 
@@ -263,7 +284,12 @@ def test_special_values(is_grad, dtype, f):
 def test_results_overwrite_what_was_in_their_buffers(is_grad):
     """FP8 results into donated buffers of 0xFF bytes."""
     operands = list(map(jnp.asarray, _operands(is_grad, 200, jnp.bfloat16)))
-    values = lambda *xs: [q.values for q in _quantize(xs, EDGES)]
+    end = reference.row_ranges(EDGES, M, FIRST_ROW)[-1][1]
+
+    def values(*xs):
+        rows, columns = _quantize(xs, EDGES)
+        return rows.values, columns.values
+
     types = jax.eval_shape(values, *operands)
     ones = lambda t: jax.lax.bitcast_convert_type(jnp.full(t.shape, 0xFF, jnp.uint8), t.dtype)
     poison = [ones(t) for t in types]
@@ -271,15 +297,25 @@ def test_results_overwrite_what_was_in_their_buffers(is_grad):
     run = jax.jit(lambda poison, *xs: values(*xs), donate_argnums=0, keep_unused=True)
     results = run(poison, *operands)
     assert {r.unsafe_buffer_pointer() for r in results} == addresses
-    for actual, expected in zip(results, values(*operands), strict=True):
-        assert_same(actual, expected)
+    rows, columns = values(*operands)
+    assert_same(results[0][FIRST_ROW:end], rows[FIRST_ROW:end])
+    assert_same(results[1], columns)
 
 
 @directions
 def test_bits_repeat(is_grad):
     """Over runs that reuse addresses, so that a recorded CUDA graph is replayed."""
     operands = list(map(jnp.asarray, _operands(is_grad, 2880, jnp.bfloat16, 2048)))
-    run = jax.jit(lambda sizes, *xs: _quantize(xs, sizes))
+
+    @jax.jit
+    def run(sizes, *xs):
+        rows, columns = _quantize(xs, sizes)
+        row = jnp.arange(2048)[:, None]
+        is_of_group = (row >= FIRST_ROW) & (row < FIRST_ROW + jnp.maximum(sizes, 0).sum())
+        values = jax.lax.bitcast_convert_type(rows.values, jnp.uint8)
+        of_groups = [jnp.where(is_of_group, x, 0) for x in (values, rows.scale)]
+        return of_groups, columns
+
     layouts = [jnp.asarray(SIZES[name], jnp.int32) for name in ("edges", "aligned", "negative")]
     first = [run(sizes, *operands) for sizes in layouts]
     for _ in range(100):

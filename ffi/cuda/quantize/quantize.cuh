@@ -41,7 +41,7 @@
 //
 // Ragged (modes that store `transposed`, but block_both): it has num_columns columns, and columns
 // of no token are zero. Where rows are stored too, a CTA that takes rows of no group also stores a
-// block of zeros.
+// block of zeros. A source that leaves rows stores those of groups alone.
 //
 // Limits: 1 <= m, k <= 2^30. Sources: PTX ISA cvt, max, ld.global.nc; DeepSeek-V3 report, 3.3.
 #pragma once
@@ -115,28 +115,78 @@ struct Quantizer {
   template <bool kIsAligned>
   __device__ __forceinline__ void run() {
     constexpr bool kLooksUpRows = kIsAligned && Source::kLooksUpRows;
-    const Walk walk = {params, warp, kLooksUpRows ? Walk::choose_log2_run(params) : 0};
-    place = walk.find(blockIdx.x);
+    const Walk walk = {params, warp, Walk::count_rows(params),
+                       kLooksUpRows ? Walk::choose_log2_run(params) : 0};
+    unsigned unit = blockIdx.x;
+    if constexpr (Walk::kLeavesRows) {
+      if (walk.find_from(unit, place)) run_units_of_groups<kIsAligned>(walk, unit);
+      if constexpr (kStoresColumns) store_empty_columns<kIsAligned>();
+    } else {
+      place = walk.find(unit);
+      if constexpr (!kPrefetches) {
+        fill<kIsAligned>();
+        quantize<kIsAligned>();
+      } else if constexpr (kLooksUpRows) {
+        run_looking_up(walk);
+      } else {
+        run_units<kIsAligned>(walk);
+      }
+    }
+  }
+
+ private:
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run_units(const Walk& walk) {
+    const unsigned num_units = walk.count();
+    prefetch<kIsAligned>(place);
+#pragma unroll 1
+    for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+      fill<kIsAligned>();
+      typename Walk::Place next = place;
+      if (unit + gridDim.x < num_units) {
+        next = walk.find(unit + gridDim.x);
+        prefetch<kIsAligned>(next);
+      }
+      if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+      quantize<kIsAligned>();
+      place = next;
+    }
+  }
+
+  // The same of a source that leaves rows of no group. unit: the CTA's first.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void run_units_of_groups(const Walk& walk, unsigned unit) {
     if constexpr (!kPrefetches) {
       fill<kIsAligned>();
       quantize<kIsAligned>();
-    } else if constexpr (kLooksUpRows) {
-      run_looking_up(walk);
-    } else {
-      const unsigned num_units = walk.count();
-      prefetch<kIsAligned>(place);
+      return;
+    }
+    bool has_unit = true;
+    prefetch<kIsAligned>(place);
 #pragma unroll 1
-      for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-        fill<kIsAligned>();
-        typename Walk::Place next = place;
-        if (unit + gridDim.x < num_units) {
-          next = walk.find(unit + gridDim.x);
-          prefetch<kIsAligned>(next);
-        }
-        if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
-        quantize<kIsAligned>();
-        place = next;
-      }
+    while (has_unit) {
+      fill<kIsAligned>();
+      typename Walk::Place next = place;
+      unit += gridDim.x;
+      has_unit = walk.find_from(unit, next);
+      if (has_unit) prefetch<kIsAligned>(next);
+      if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+      quantize<kIsAligned>();
+      place = next;
+    }
+  }
+
+  // Stores the columns behind those of all groups.
+  template <bool kIsAligned>
+  __device__ __forceinline__ void store_empty_columns() {
+    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int first = Walk::count_blocks(params) * num_k_blocks;
+    const int end = params.num_columns / kScaleBlock * num_k_blocks;
+    for (int i = first + int(blockIdx.x); i < end; i += gridDim.x) {
+      place.m_block = i / num_k_blocks;
+      place.k_block = i % num_k_blocks;
+      place.first_column = place.k_block * kScaleBlock;
+      store_empty_tile<kIsAligned>();
     }
   }
 
@@ -160,7 +210,7 @@ struct Quantizer {
         if (has_after) number = Source::load_number(params, after.first_row, after.row_end);
       }
       if (is_empty) {
-        store_empty_tile();
+        store_empty_tile<true>();
       } else {
         if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
         quantize<true>();
@@ -364,7 +414,8 @@ struct Quantizer {
     }
   }
 
-  // Stores a transposed tile of zeros, and their scales. Aligned.
+  // Stores a transposed tile of zeros, and their scales.
+  template <bool kIsAligned>
   __device__ __forceinline__ void store_empty_tile() {
     const float scale = block_scale<Config>(0).scale;
     if constexpr (kIsBlock) {
@@ -375,7 +426,7 @@ struct Quantizer {
         params.transposed_scale[static_cast<int64_t>(place.m_block) * params.k + c] = scale;
       }
     }
-    store_columns<true, true>(place.m_block * kScaleBlock);
+    store_columns<kIsAligned, true>(place.m_block * kScaleBlock);
   }
 
   // Stores the transposed tile: bytes tile_row.. of rows first_column.. of `transposed`.

@@ -11,6 +11,7 @@
 //   kLooksUpRows           whether numbers of rows are loaded before what is prefetched. Then it
 //                          has load_number, prefetch and take (gather_fp8_source.cuh) for a warp's
 //                          rows, in place of prefetch and fill<true>
+//   kLeavesRows            whether rows of no group are not stored, where columns are ragged
 //   kWalksDown             whether CTAs take all rows of some k-blocks before the next ones
 #pragma once
 
@@ -25,6 +26,7 @@ enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeight
 struct DirectSource {
   static constexpr int kPrefetchBytes = 0;
   static constexpr bool kLooksUpRows = false;
+  static constexpr bool kLeavesRows = false;
   static constexpr bool kWalksDown = false;
 
   static __device__ __forceinline__ bool is_aligned(int k) { return k % 8 == 0; }

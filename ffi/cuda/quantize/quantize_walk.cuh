@@ -6,7 +6,9 @@
 //
 // Ragged: the columns of `transposed` are tokens, and every group of them starts at a multiple of
 // 128 (groups.cuh). A CTA takes the rows of one block of columns. Where rows are stored too, those
-// of no group have CTAs of their own, behind the groups' last block.
+// of no group have CTAs of their own, behind the groups' last block. A source that leaves rows
+// (quantize_source.cuh) skips what is of no group, and CTAs store its empty columns in the end. In
+// mode "row" its units end with the last group.
 #pragma once
 
 #include "groups.cuh"
@@ -26,6 +28,7 @@ struct QuantizeWalk {
   static constexpr int kRaster = 4;
 
   using Source = QuantizeSource<Config>;
+  static constexpr bool kLeavesRows = Config::kIsRagged && Source::kLeavesRows;
 
   struct Place {
     int first_row, first_column;  // of the warp; its k-block
@@ -36,8 +39,23 @@ struct QuantizeWalk {
 
   const QuantizeParams& params;
   const int warp;
+  const int num_rows;  // mode "row": of the units
   // Of a source that walks down: a unit is a run of 1, 2 or 4 k-blocks of the same rows.
   const int log2_run = 0;
+
+  static __device__ __forceinline__ int count_rows(const QuantizeParams& params) {
+    if constexpr (!kIsRow || !kLeavesRows) return params.m;
+    return end_of_groups(params.group_sizes, *params.first_row, params.num_groups, params.m);
+  }
+
+  // Blocks of columns of all groups.
+  static __device__ __forceinline__ int count_blocks(const QuantizeParams& params) {
+    GroupScan scan = {start_of_groups(params), 0};
+    for (int first = 0; first < params.num_groups; first += 32) {
+      scan.next(params.group_sizes, first, params.num_groups, params.m, 0, kScaleBlock);
+    }
+    return scan.blocks_before;
+  }
 
   // The longest run of which each CTA gets 8 or more.
   static __device__ __forceinline__ int choose_log2_run(const QuantizeParams& params) {
@@ -51,7 +69,7 @@ struct QuantizeWalk {
   __device__ __forceinline__ int count() const {
     const int num_k_blocks = ceil_div(params.k, kScaleBlock);
     if constexpr (kIsRow) {
-      return ceil_div(ceil_div(params.m, kWarpRows) * num_k_blocks, kNumWarps);
+      return ceil_div(ceil_div(num_rows, kWarpRows) * num_k_blocks, kNumWarps);
     } else if constexpr (Source::kWalksDown) {
       return params.num_m_blocks * (((num_k_blocks - 1) >> log2_run) + 1);
     } else {
@@ -80,7 +98,7 @@ struct QuantizeWalk {
     if constexpr (kIsRow) {
       const int i = unit * kNumWarps + warp;
       const int k_block = Source::k_block(i % num_k_blocks, num_k_blocks);
-      return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, params.m};
+      return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, num_rows};
     } else {
       int m_block, k_block;
       if constexpr (Source::kWalksDown) {
@@ -104,13 +122,26 @@ struct QuantizeWalk {
     }
   }
 
+  // Moves `unit` to the next one, from it on, that is not skipped. Returns false if there is none.
+  __device__ __forceinline__ bool find_from(unsigned& unit, Place& place) const {
+    for (; unit < count(); unit += gridDim.x) {
+      place = find(unit);
+      if (kIsRow || place.is_of_group) return true;
+    }
+    return false;
+  }
+
  private:
+  static __device__ __forceinline__ unsigned start_of_groups(const QuantizeParams& params) {
+    return min(max(__ldg(params.first_row), 0), params.m);
+  }
+
   // Sets the rows of a block of columns, and whether they are of a group. Behind the groups come
   // the rows before the first one and after the last, then none.
   __device__ __forceinline__ void find_rows(Place& place) const {
     const int m_block = place.m_block;
     const unsigned m = params.m;
-    const unsigned start = min(max(__ldg(params.first_row), 0), params.m);
+    const unsigned start = start_of_groups(params);
     GroupScan scan = {start, 0};
     for (int first = 0; first < params.num_groups; first += 32) {
       const int before = scan.blocks_before;
@@ -126,6 +157,7 @@ struct QuantizeWalk {
       return;
     }
     place.is_of_group = false;
+    if constexpr (kLeavesRows) return;
     const int rest = m_block - int(scan.blocks_before);
     const int blocks_before_groups = ceil_div(start, kScaleBlock);
     const bool is_before = rest < blocks_before_groups;

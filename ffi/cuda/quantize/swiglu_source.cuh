@@ -21,6 +21,8 @@ struct SwigluSource : DirectSource {
   // f32 is not prefetched: only one CTA would fit an SM.
   static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
 
+  static constexpr bool kLeavesRows = true;
+
   static __device__ __forceinline__ bool is_aligned(int k) { return k % (kIsGrad ? 16 : 8) == 0; }
 
   static __device__ __forceinline__ int k_block(int i, int num_k_blocks) {
