@@ -63,8 +63,9 @@ nb::dict Registrations() {
       bundle(CopyRowsInstantiateHandler, CopyRowsPrepareHandler, CopyRowsExecuteHandler);
   targets["jax_fp8gemm_sum_rows"] =
       bundle(SumRowsInstantiateHandler, SumRowsPrepareHandler, SumRowsExecuteHandler);
-  for (const char* target : {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize",
-                             "jax_fp8gemm_swiglu_grad_quantize", "jax_fp8gemm_gather_quantize"}) {
+  for (const char* target :
+       {"jax_fp8gemm_quantize", "jax_fp8gemm_swiglu_quantize", "jax_fp8gemm_swiglu_grad_quantize",
+        "jax_fp8gemm_gather_quantize", "jax_fp8gemm_weighted_swiglu_grad_quantize"}) {
     targets[target] =
         bundle(QuantizeInstantiateHandler, QuantizePrepareHandler, QuantizeExecuteHandler);
   }

@@ -7,8 +7,9 @@
 namespace jax_fp8gemm {
 namespace {
 
-constexpr const char* kOps[] = {"quantize", "swiglu_quantize", "swiglu_grad_quantize",
-                                "gather_quantize", "weighted_gather_quantize"};
+constexpr const char* kOps[] = {
+    "quantize",        "swiglu_quantize",          "swiglu_grad_quantize",
+    "gather_quantize", "weighted_gather_quantize", "weighted_swiglu_grad_quantize"};
 constexpr const char* kModes[] = {"row",
                                   "column",
                                   "row_column",
@@ -19,7 +20,7 @@ constexpr const char* kModes[] = {"row",
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};
 
 bool IsSwiglu(const QuantizeConfig& config) {
-  return config.source == kSwiglu || config.source == kSwigluGrad;
+  return config.source == kSwiglu || IsSwigluGrad(config);
 }
 
 // InvalidArgument unless the activation is one, of a source that has it, with its constants.
@@ -28,7 +29,7 @@ ffi::Error CheckActivation(const QuantizeConfig& config) {
   if (activation < kSilu || activation > kClampedSwiglu ||
       (activation != kSilu && !IsSwiglu(config))) {
     return InvalidArgument(QuantizeOp(config), ": activation must be 0..4, and 0 for a source ",
-                           "other than 1 and 2; got activation ", activation, ", source ",
+                           "other than 1, 2 and 5; got activation ", activation, ", source ",
                            config.source);
   }
   constexpr int32_t kMagnitude = 0x7fffffff, kInf = 0x7f800000;
@@ -60,8 +61,16 @@ std::string ActivationName(const QuantizeConfig& config) {
 }  // namespace
 
 const char* QuantizeOp(const QuantizeConfig& config) {
-  const bool is_known = config.source >= kPlain && config.source <= kWeightedGather;
+  const bool is_known = config.source >= kPlain && config.source <= kWeightedSwigluGrad;
   return is_known ? kOps[config.source] : "quantize";
+}
+
+bool IsGather(const QuantizeConfig& config) {
+  return config.source == kGather || config.source == kWeightedGather;
+}
+
+bool IsSwigluGrad(const QuantizeConfig& config) {
+  return config.source == kSwigluGrad || config.source == kWeightedSwigluGrad;
 }
 
 const char* QuantizeModeName(int32_t mode) { return kModes[mode]; }
@@ -78,13 +87,13 @@ bool HasBatch(const QuantizeConfig& config) {
 
 ffi::Error CheckConfig(const QuantizeConfig& config) {
   const char* op = QuantizeOp(config);
-  const int32_t last_input = config.source >= kGather ? 4 : kFirstFp8Input - 1;
+  const int32_t last_input = IsGather(config) ? 4 : kFirstFp8Input - 1;
   const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
   if (!is_in(config.mode, kRowBlockTransposed) || !is_in(config.input, last_input) ||
-      !is_in(config.source, kWeightedGather) || !is_in(config.e5m2, 1) ||
+      !is_in(config.source, kWeightedSwigluGrad) || !is_in(config.e5m2, 1) ||
       !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1)) {
     return InvalidArgument(op, ": mode must be 0..6, input 0..", last_input,
-                           " and source 0..4, flags 0 or 1; got mode ", config.mode, ", input ",
+                           " and source 0..5, flags 0 or 1; got mode ", config.mode, ", input ",
                            config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
                            ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged);
   }
@@ -92,8 +101,11 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
   if (config.ragged != 0 && !HasRaggedColumns(config.mode) && !has_ragged_rows) {
     return InvalidArgument(op,
                            ": ragged must go with mode column, row_column, block_transposed or ",
-                           "row_block_transposed, or with row of source 1 or 2; got mode ",
+                           "row_block_transposed, or with row of source 1, 2 or 5; got mode ",
                            kModes[config.mode], ", source ", config.source);
+  }
+  if (config.source == kWeightedSwigluGrad && config.ragged == 0) {
+    return InvalidArgument(op, ": ragged must be 1; got 0, mode ", kModes[config.mode]);
   }
   if (config.source != kPlain && config.mode != kRow && config.ragged == 0) {
     return InvalidArgument(op, ": mode must be row, or one of columns with ragged; got mode ",
@@ -116,7 +128,7 @@ int64_t DynamicSmemBytes(const QuantizeConfig& config) {
   if (config.input >= kFirstFp8Input) {
     row_bytes = 8;
   } else if (IsSwiglu(config) && kQuantizeInputs[config.input] != ffi::DataType::F32) {
-    row_bytes = (config.source == kSwigluGrad ? 3 : 2) * 16;
+    row_bytes = (IsSwigluGrad(config) ? 3 : 2) * 16;
   }
   return 32 * NumWarps(config) * 8 * row_bytes;
 }

@@ -41,7 +41,7 @@ enum QuantizeMode {
   kBlockBoth,
   kRowBlockTransposed
 };
-enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
+enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather, kWeightedSwigluGrad };
 enum QuantizeActivation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };
 
 // FP8 is gathered only.
@@ -53,6 +53,10 @@ constexpr int32_t kFirstFp8Input = 3;
 // The operation, as errors and kernel names start: "quantize", "swiglu_quantize", ...; for any
 // config.
 const char* QuantizeOp(const QuantizeConfig& config);
+
+// Whether what is quantised are rows of x by number, or those of the gradient of SwiGLU.
+bool IsGather(const QuantizeConfig& config);
+bool IsSwigluGrad(const QuantizeConfig& config);
 
 // The name of a mode in range.
 const char* QuantizeModeName(int32_t mode);

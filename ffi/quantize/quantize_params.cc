@@ -9,11 +9,9 @@ namespace {
 
 constexpr int64_t kMaxBatch = 65535;  // CUDA's largest second extent of a grid
 
-bool IsGather(const QuantizeConfig& config) { return config.source >= kGather; }
-
 // Operands between the first one and group_sizes.
 size_t NumArraysBehind(const QuantizeConfig& config) {
-  if (!IsGather(config)) return config.source == kSwigluGrad ? 1 : 0;
+  if (!IsGather(config)) return IsSwigluGrad(config) + (config.source == kWeightedSwigluGrad);
   return 1 + (config.input >= kFirstFp8Input) + (config.source == kWeightedGather);
 }
 
@@ -57,6 +55,10 @@ ffi::Error BindSwiglu(const QuantizeConfig& config, const ffi::AnyBuffer& gate_u
                            ShapeText(dh), ", gate_up ", ShapeText(gate_up));
   }
   params.dh = dh.untyped_data();
+  if (config.source != kWeightedSwigluGrad) return ffi::Error::Success();
+  FFI_ASSIGN_OR_RETURN(ffi::AnyBuffer weights, more.get<ffi::AnyBuffer>(1));
+  FFI_RETURN_IF_ERROR(CheckBuffer(QuantizeOp(config), "weights", weights, ffi::DataType::F32, {m}));
+  params.weights = static_cast<const float*>(weights.untyped_data());
   return ffi::Error::Success();
 }
 

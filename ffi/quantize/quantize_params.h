@@ -23,7 +23,8 @@ struct QuantizeParams {
   int32_t num_sources;  // gathered
   const float* x_scale;
   const int32_t* rows;
-  const float* weights;
+  const float* weights;  // of the weighted gradient of SwiGLU too
+  void* dots;            // of that gradient
 };
 
 // Rows of x that one warp takes; must agree with QuantizeWalk in cuda/quantize/quantize_walk.cuh.

@@ -17,7 +17,7 @@ struct Output {
 };
 
 // columns: of the transposed values; m unless ragged.
-std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns) {
+std::vector<Output> OutputsOfMode(int32_t mode, int64_t m, int64_t k, int64_t columns) {
   const int64_t mb = CeilDiv(columns, kScaleBlock), kb = CeilDiv(k, kScaleBlock);
   const Output values = {&QuantizeParams::values, false, m, k};
   const Output transposed = {&QuantizeParams::transposed, false, k, columns};
@@ -33,13 +33,21 @@ std::vector<Output> Outputs(int32_t mode, int64_t m, int64_t k, int64_t columns)
   return {transposed, transposed_scale};
 }
 
+std::vector<Output> Outputs(const QuantizeConfig& config, const QuantizeParams& params) {
+  std::vector<Output> outputs = OutputsOfMode(config.mode, params.m, params.k, params.num_columns);
+  if (config.source == kWeightedSwigluGrad) {
+    outputs.push_back({&QuantizeParams::dots, true, CeilDiv(params.k / 2, kScaleBlock), params.m});
+  }
+  return outputs;
+}
+
 }  // namespace
 
 ffi::Error BindQuantizeResults(const QuantizeConfig& config, const ffi::AnyBuffer& x,
                                const ffi::RemainingRets& results, QuantizeParams& params) {
   const char* op = QuantizeOp(config);
   const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
-  const std::vector<Output> outputs = Outputs(config.mode, params.m, params.k, params.num_columns);
+  const std::vector<Output> outputs = Outputs(config, params);
   const char* mode = QuantizeModeName(config.mode);
   if (results.size() != outputs.size()) {
     return InvalidArgument(op, ": mode ", mode, " must have ", outputs.size(), " results; got ",

@@ -97,10 +97,15 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
         y = gated(x, params["activation"])
     elif name == "swiglu_grad_quantize":
         y = gated_grad(x, operands[1], params["activation"])
+    elif name == "weighted_swiglu_grad_quantize":
+        dh, weights = operands[1:3]
+        dh = (dh.astype(jnp.float32) * weights[:, None]).astype(dh.dtype)
+        y = gated_grad(x, dh, params["activation"])
+        *results, _ = results  # without the dots
     else:
         y = x.astype(jnp.float32)
     has_rows, has_columns = modes.split(mode)
-    is_swiglu = name.startswith("swiglu")
+    is_swiglu = "swiglu" in name
     has_groups = name != "quantize" and not (is_swiglu and len(operands) < 3)
     if has_rows and is_swiglu and has_groups:
         yield "row", *_rows_of_groups(y, *results[:2], *operands[-2:])

@@ -54,7 +54,7 @@ def operand_of(stack: str, eqn: Any) -> str:
     """
     name, mode = eqn.primitive.name.removeprefix(PREFIX), eqn.params["mode"]
     _, op = path_and_op(stack, eqn)
-    if name == "swiglu_grad_quantize":
+    if name in ("swiglu_grad_quantize", "weighted_swiglu_grad_quantize"):
         return "dout"
     if op == name:
         return "x"

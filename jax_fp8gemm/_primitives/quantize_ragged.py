@@ -150,12 +150,12 @@ def call_kernel(
       arrays: the operands of that source. Those after the first that hold its 1x128 scales, as many
         as num_scales, have rows minor.
       groups: group_sizes and first_row. Mode "row" reads them only with has_ragged_rows.
-      results: the types of the results.
+      results: the types of the results: values and scales, and what else there is behind them.
       mode: "row", along k; "column" or "block_transposed", along the tokens of each group;
         "row_column" or "row_block_transposed", both.
       has_ragged_rows: whether mode "row" leaves rows behind the last group as they were. The
-        sources "swiglu" and "swiglu_grad" can.
-      activation: that of the sources "swiglu" and "swiglu_grad".
+        sources with "swiglu" in their names can.
+      activation: that of the sources with "swiglu" in their names.
     """
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernels read them along rows.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
@@ -172,6 +172,7 @@ def call_kernel(
         activation=activation,
     )
     output_layouts = [row_major, column_major] * (len(results) // 2)
+    output_layouts += [row_major] * (len(results) % 2)
     if modes.has_square_columns(mode):
         output_layouts[-1] = row_major
     call = jax.ffi.ffi_call(

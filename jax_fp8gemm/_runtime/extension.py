@@ -26,6 +26,7 @@ GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
 QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
 SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_grad_quantize"
+WEIGHTED_SWIGLU_GRAD_QUANTIZE_TARGET = "jax_fp8gemm_weighted_swiglu_grad_quantize"
 GATHER_QUANTIZE_TARGET = "jax_fp8gemm_gather_quantize"
 COPY_ROWS_TARGET = "jax_fp8gemm_copy_rows"
 SUM_ROWS_TARGET = "jax_fp8gemm_sum_rows"
@@ -43,6 +44,7 @@ EXPORT_CHECKS = tuple(
         GATHER_QUANTIZE_TARGET,
         SWIGLU_QUANTIZE_TARGET,
         SWIGLU_GRAD_QUANTIZE_TARGET,
+        WEIGHTED_SWIGLU_GRAD_QUANTIZE_TARGET,
         COPY_ROWS_TARGET,
         SUM_ROWS_TARGET,
     )

@@ -24,7 +24,14 @@ MODES = (
     "row_block_transposed",
 )
 INPUTS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
-SOURCES = ("plain", "swiglu", "swiglu_grad", "gather", "weighted_gather")
+SOURCES = (
+    "plain",
+    "swiglu",
+    "swiglu_grad",
+    "gather",
+    "weighted_gather",
+    "weighted_swiglu_grad",
+)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 
 _RAGGED_MODES = ("column", "row_column")
@@ -44,7 +51,7 @@ def attributes(
 ) -> dict[str, np.int32]:
     """Returns the attribute `config` of a call with operands of `dtype`.
 
-    activation: that of the sources "swiglu" and "swiglu_grad". Its constants are f32 bits.
+    activation: that of the sources with "swiglu" in their names. Its constants are f32 bits.
     """
     if isinstance(activation, str):
         name, constants = activation, (0.0, 0.0, 0.0)
@@ -72,7 +79,7 @@ def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int
     plain = [("plain", mode, False, floats) for mode in MODES]
     ragged = [("plain", mode, True, floats) for mode in (*_RAGGED_MODES, *_SQUARE_RAGGED_MODES)]
     kinds = [
-        *itertools.product(SOURCES[3:], ("row", *_RAGGED_MODES)),
+        *itertools.product(SOURCES[3:5], ("row", *_RAGGED_MODES)),
         *(("gather", mode) for mode in _SQUARE_RAGGED_MODES),
     ]
     gather = [
@@ -98,6 +105,7 @@ def activation_configs(
     kinds = [
         *((source, "row", False, dtypes) for source in SOURCES[1:3]),
         *((source, mode, True, dtypes) for source, mode in pairs),
+        *(("weighted_swiglu_grad", mode, True, dtypes) for mode in ("row", "row_column")),
     ]
     yield from _configs(kinds, e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
 

@@ -85,7 +85,7 @@ struct _nvrtcProgram {
                           : is_copy ? 40
                           : is_sum  ? 96
                                     : 80;
-    const int param_bytes = is_gemm ? 896 : is_copy ? 56 : is_sum ? 48 : 120;
+    const int param_bytes = is_gemm ? 896 : is_copy ? 56 : is_sum ? 48 : 128;
     image = "fake cubin\nkernel " + WordBehind(text, "#define JAX_FP8GEMM_KERNEL ") + "\nthreads " +
             std::to_string(threads) + "\nregisters " + std::to_string(registers) +
             "\nparam_bytes " + std::to_string(param_bytes) + "\n" + text;

@@ -232,6 +232,8 @@ def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g
         args["gate_up"] = (dtype, (m, 2 * k))
     elif source == "swiglu_grad":
         args |= {"gate_up": (dtype, (m, k)), "dh": (dtype, (m, k // 2))}
+    elif source == "weighted_swiglu_grad":
+        args |= {"gate_up": (dtype, (m, k)), "dh": (dtype, (m, k // 2)), "weights": ("f32", (m,))}
     else:
         args["x"] = (dtype, (num_sources, k))
         if dtype.startswith("f8"):
@@ -243,7 +245,10 @@ def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g
     if config["ragged"]:
         args |= {"group_sizes": ("i32", (g,)), "first_row": ("i32", (1,))}
         columns = (m + 127 * g) // 128 * 128
-    return Case(name, "quantize", config, args, _results(config, batch, m, k, columns))
+    results = _results(config, batch, m, k, columns)
+    if source == "weighted_swiglu_grad":
+        results |= {"dots": ("f32", (num_blocks(k // 2), m))}
+    return Case(name, "quantize", config, args, results)
 
 
 def _results(config: dict, batch: tuple[int, ...], m: int, k: int, columns: int):

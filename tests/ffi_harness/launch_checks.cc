@@ -130,6 +130,7 @@ void CheckQuantize(const Case& c, const fake::Launch& launch, Checker& check) {
   check.RequirePointer(params.x_scale, "x_scale");
   check.RequirePointer(params.rows, "rows");
   check.RequirePointer(params.weights, "weights");
+  check.RequirePointer(params.dots, "dots");
   const int64_t kb = (int64_t{params.k} + 127) / 128;
   const int64_t num_units = c.Get("mode") == 0 ? ((int64_t{params.m} + 15) / 16 * kb + 3) / 4
                                                : int64_t{params.num_m_blocks} * kb;

@@ -135,7 +135,7 @@ def _gemm_grid(case: Case, m: int, n: int, g: int) -> int:
 def _quantize(case: Case) -> dict:
     c = case.config
     mode, source = c["mode"], c["source"]
-    is_row, is_swiglu, is_gather = mode == 0, source in (1, 2), source >= 3
+    is_row, is_swiglu, is_gather = mode == 0, source in (1, 2, 5), source in (3, 4)
     first = next(iter(case.args))
     *batch, rows, width = case.args[first][1]
     m = case.args["rows"][1][0] if is_gather else rows
@@ -150,12 +150,13 @@ def _quantize(case: Case) -> dict:
     units = -(-(-(-m // 16) * num_blocks(k)) // 4) if is_row else num_m_blocks * num_blocks(k)
     # 8 rows of 16 bytes of gate and up, and of dh, are prefetched for each thread; not of f32. Of
     # gathered FP8, 8 rows of 8 bytes.
-    row_bytes = 16 * (source + 1) if is_swiglu and c["input"] < 2 else 8 * (c["input"] >= 3)
+    operands = 2 if source == 1 else 3
+    row_bytes = 16 * operands if is_swiglu and c["input"] < 2 else 8 * (c["input"] >= 3)
     smem = threads * 8 * row_bytes
     grid = min(units, 132 * 512 // threads) if smem else units
     has = lambda name: name if name in (*case.args, *case.rets) else None
     pointers = ("dh", "values", "scale", "transposed", "transposed_scale")
-    more = ("group_sizes", "first_row", "x_scale", "rows", "weights")
+    more = ("group_sizes", "first_row", "x_scale", "rows", "weights", "dots")
     params = {name: has(name) for name in (*pointers, *more)} | {
         "x": first,
         "m": m,

@@ -93,7 +93,10 @@ void AddGroupedContraction(Random& random, Case& c) {
 constexpr int64_t kLarge = 1 << 20;
 
 enum Mode { kRow, kColumn, kRowColumn, kBlock, kBlockTransposed, kBlockBoth, kRowBlockTransposed };
-enum Source { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather };
+enum Source { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather, kWeightedSwigluGrad };
+
+bool IsGather(int32_t source) { return source == kGather || source == kWeightedGather; }
+bool IsSwigluGrad(int32_t source) { return source == kSwigluGrad || source == kWeightedSwigluGrad; }
 
 // The operands of what is quantised, (m, k), but for the groups.
 void AddQuantizeOperands(Random& random, Case& c, const std::vector<int64_t>& batch, int64_t m,
@@ -103,10 +106,11 @@ void AddQuantizeOperands(Random& random, Case& c, const std::vector<int64_t>& ba
   const int32_t source = c.Get("source");
   const int64_t num_sources = k > kLarge ? 64 : Extent(random);
   std::vector<int64_t> dims = batch;
-  dims.insert(dims.end(), {source >= kGather ? num_sources : m, source == kSwiglu ? 2 * k : k});
-  c.args.push_back({source == kSwiglu || source == kSwigluGrad ? "gate_up" : "x", type, dims, 0});
-  if (source == kSwigluGrad) c.args.push_back({"dh", type, {m, k / 2}, 0});
-  if (source < kGather) return;
+  dims.insert(dims.end(), {IsGather(source) ? num_sources : m, source == kSwiglu ? 2 * k : k});
+  c.args.push_back({source == kSwiglu || IsSwigluGrad(source) ? "gate_up" : "x", type, dims, 0});
+  if (IsSwigluGrad(source)) c.args.push_back({"dh", type, {m, k / 2}, 0});
+  if (source == kWeightedSwigluGrad) c.args.push_back({"weights", kF32, {m}, 0});
+  if (!IsGather(source)) return;
   if (c.Get("input") >= 3) c.args.push_back({"x_scale", kF32, {num_sources, Blocks(k)}, 0});
   c.args.push_back({"rows", kS32, {m}, 0});
   if (source == kWeightedGather) c.args.push_back({"weights", kF32, {m}, 0});
@@ -132,6 +136,7 @@ void AddQuantizeResults(Case& c, const std::vector<int64_t>& batch, int64_t m, i
   if (mode == kBlockTransposed || mode == kRowBlockTransposed) {
     add("transposed_scale", kF32, kb, cb);
   }
+  if (c.Get("source") == kWeightedSwigluGrad) add("dots", kF32, Blocks(k / 2), m);
 }
 
 }  // namespace
@@ -167,7 +172,7 @@ Case LegalQuantize(Random& random, const Config& config) {
     large = ((int64_t{1} << 30) - kLarge) / (c.Get("source") == kSwiglu ? 2 : 1);
   }
   if (!is_ragged && random.Chance(0.03)) m = 0;
-  if (c.Get("source") == kSwigluGrad) k = Multiple(k, 2);
+  if (IsSwigluGrad(c.Get("source"))) k = Multiple(k, 2);
   if (m > kLarge) k = std::min<int64_t>(k, 128);
   if (k > kLarge) m = std::min<int64_t>(m, 128);
   std::vector<int64_t> batch;

@@ -119,6 +119,7 @@ std::string QuantizeText(const Case& c, const fake::Launch& launch) {
   object.Add("x_scale", PointerName(c, params.x_scale));
   object.Add("rows", PointerName(c, params.rows));
   object.Add("weights", PointerName(c, params.weights));
+  object.Add("dots", PointerName(c, params.dots));
   return object.Get();
 }
 

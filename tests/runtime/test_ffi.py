@@ -31,6 +31,7 @@ def test_the_targets_have_the_three_stages():
         extension.QUANTIZE_TARGET,
         extension.SWIGLU_QUANTIZE_TARGET,
         extension.SWIGLU_GRAD_QUANTIZE_TARGET,
+        extension.WEIGHTED_SWIGLU_GRAD_QUANTIZE_TARGET,
         extension.GATHER_QUANTIZE_TARGET,
         extension.COPY_ROWS_TARGET,
         extension.SUM_ROWS_TARGET,
@@ -293,6 +294,9 @@ def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     for mode, ragged, name in ((3, 0, "block"), (1, 0, "column")):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message + name):
             quantize_on_cpu(source=2, mode=mode, ragged=ragged)
+    message = "weighted_swiglu_grad_quantize: ragged must be 1; got 0, mode row"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        quantize_on_cpu(source=5, mode=0, ragged=0)
     for config, message in (
         (dict(more=1), "config must be a dictionary of 10 integers"),
         (dict(mode=None, model=0), "config must have an i32 mode; got model"),

@@ -178,7 +178,7 @@ def test_host_and_device_agree_on_structs_and_constants(folder):
     [
         ("MEMBER(GemmParams, raster, 816)", "MEMBER(GemmParams, raster, 820)"),
         ("first_part, clears_rest)", "first_part, clears_rest, one_more)"),
-        ("STRUCT(QuantizeParams, 120", "STRUCT(QuantizeParams, 128"),
+        ("STRUCT(QuantizeParams, 128", "STRUCT(QuantizeParams, 120"),
         ("CONSTANT(2048, kPieceBytes", "CONSTANT(1024, kPieceBytes"),
         ("CONSTANT(1024, kMaxGroups", "CONSTANT(512, kMaxGroups"),
     ],

@@ -107,7 +107,7 @@ def test_tiles_of_no_kernel_are_refused(tile, how, rule):
 
 @pytest.mark.parametrize("bad", [dict(mode=7), dict(mode=-1), dict(input=100), dict(source=9)])
 def test_configs_of_no_kernel_are_refused(bad):
-    with pytest.raises(ValueError, match=r"mode must be 0..6, input 0..[24] and source 0..4"):
+    with pytest.raises(ValueError, match=r"mode must be 0..6, input 0..[24] and source 0..5"):
         _ext.compile_quantize(QUANTIZE_CONFIG | bad)
 
 
@@ -306,7 +306,8 @@ def test_no_quantize_kernel_spills(compile_all, is_other):
     kernels = list(quantize_config.kernel_configs(e5m2=is_other, pow2_scale=is_other))
     reports = compile_all(precompile.compile_quantize, kernels)
     assert len({report.name for report in reports}) == len(reports)
-    for op in ("quantize", "swiglu_quantize", "swiglu_grad_quantize"):
+    swiglu = "swiglu_quantize", "swiglu_grad_quantize", "weighted_swiglu_grad_quantize"
+    for op in ("quantize", *swiglu):
         assert any(report.name.startswith(f"{op}_row_column_") for report in reports) == (
             op == "quantize"
         )
@@ -332,20 +333,23 @@ def test_no_kernel_that_adds_rows_spills(compile_all):
 
 @pytest.mark.parametrize("activation", OTHERS, ids=NAMES)
 def test_no_kernel_of_another_activation_spills(compile_all, activation):
-    # The largest ones: both results of a gradient hold all that the others hold, and more.
+    # The largest ones: both results of a gradient hold all that the others hold, and more. With
+    # weights a kernel of rows alone can spill where one of both does not.
+    kinds = [("swiglu_grad", "row_column", False), ("swiglu_grad", "row_column", True)]
+    kinds += [("weighted_swiglu_grad", mode, False) for mode in ("row", "row_column")]
     configs = [
         quantize_config.attributes(
-            "row_column",
+            mode,
             dtype,
             is_ragged=True,
-            source="swiglu_grad",
+            source=source,
             activation=activation,
             e5m2=is_other,
             pow2_scale=is_other,
         )
         for dtype in ("bfloat16", "float32")
-        for is_other in (False, True)
+        for source, mode, is_other in kinds
     ]
     reports = compile_all(precompile.compile_quantize, configs)
-    assert len({report.name for report in reports}) == 4
+    assert len({report.name for report in reports}) == 8
     _assert_clean(reports)

@@ -305,7 +305,7 @@ struct Quantizer {
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) amax[i] = elements.row_amax(i);
     // Lanes 2 r and 2 r + 1 get row r of the warp's 16.
-    const BlockScale block = block_scale<Config>(reduce_rows(amax, lane));
+    const BlockScale block = block_scale<Config>(reduce_rows<Maximum>(amax, lane));
     const int scale_row = place.first_row + lane / 2;
     if (lane % 2 == 0 && scale_row < place.row_end) {
       const int64_t k_block = place.first_column / kScaleBlock;

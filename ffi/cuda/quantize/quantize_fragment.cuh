@@ -148,6 +148,13 @@ struct Fragment {
     words[i][j / kVectorElems][j % kVectorElems] = __float_as_uint(x);
   }
 
+  // x rounded to the dtype of the elements.
+  static __device__ __forceinline__ float rounded(float x) {
+    static_assert(kInput == kF32 || kInput == kBF16, "not needed of f16");
+    if constexpr (kInput == kF32) return x;
+    return __uint_as_float(pack_bf16(x, 0.0f) << 16);
+  }
+
   static __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
     if constexpr (kInput == kF32) return max_u32(a, b);
     return max_u16x2(a, b);
@@ -181,21 +188,36 @@ struct Fragment {
   }
 };
 
-// Reduces amax[i] of row i over the 16 lanes of each half warp. At each step a lane gives half of
-// its rows to the partner and keeps the maxima of the other half: 8 shuffles instead of 32, and the
-// result is spread so that one division serves a row. Lane l gets row l % 16 / 2.
-__device__ __forceinline__ uint32_t reduce_rows(uint32_t (&amax)[kFragmentRows], int lane) {
+struct Maximum {
+  static __device__ __forceinline__ uint32_t combine(uint32_t a, uint32_t b) {
+    return max_u32(a, b);
+  }
+};
+
+// Of the bits of f32.
+struct Sum {
+  static __device__ __forceinline__ uint32_t combine(uint32_t a, uint32_t b) {
+    return __float_as_uint(add_rn(__uint_as_float(a), __uint_as_float(b)));
+  }
+};
+
+// Reduces x[i] of row i over the 16 lanes of each half warp, first lanes 8 apart, then 4, 2 and 1.
+// At each step a lane gives half of its rows to the partner and keeps what it has of the other
+// half: 8 shuffles instead of 32, and the result is spread so that one division serves a row. Lane
+// l gets row l % 16 / 2.
+template <typename Operation>
+__device__ __forceinline__ uint32_t reduce_rows(uint32_t (&x)[kFragmentRows], int lane) {
 #pragma unroll
   for (int step = 4; step >= 1; step /= 2) {
     const bool keeps_upper = (lane & (2 * step)) != 0;
 #pragma unroll
     for (int i = 0; i < step; ++i) {
-      const uint32_t kept = select(keeps_upper, amax[i + step], amax[i]);
-      const uint32_t given = select(keeps_upper, amax[i], amax[i + step]);
-      amax[i] = max_u32(kept, __shfl_xor_sync(0xffffffff, given, 2 * step));
+      const uint32_t kept = select(keeps_upper, x[i + step], x[i]);
+      const uint32_t given = select(keeps_upper, x[i], x[i + step]);
+      x[i] = Operation::combine(kept, __shfl_xor_sync(0xffffffff, given, 2 * step));
     }
   }
-  return max_u32(amax[0], __shfl_xor_sync(0xffffffff, amax[0], 1));
+  return Operation::combine(x[0], __shfl_xor_sync(0xffffffff, x[0], 1));
 }
 
 }  // namespace jax_fp8gemm

@@ -33,7 +33,8 @@ struct QuantizeParams {
   int num_sources;
   const float* x_scale;  // of an FP8 x: [k/128][num_sources]
   const int* rows;
-  const float* weights;
+  const float* weights;  // of the weighted gradient of SwiGLU too
+  float* dots;           // of that gradient: [k/256][m]
 };
 
 // Returns the operands and results of one element of a batch of square-block quantisations.

@@ -20,7 +20,14 @@
 
 namespace jax_fp8gemm {
 
-enum SourceKind { kPlain = 0, kSwiglu = 1, kSwigluGrad = 2, kGather = 3, kWeightedGather = 4 };
+enum SourceKind {
+  kPlain = 0,
+  kSwiglu = 1,
+  kSwigluGrad = 2,
+  kGather = 3,
+  kWeightedGather = 4,
+  kWeightedSwigluGrad = 5
+};
 
 // A source that prefetches nothing and has no order of its own.
 struct DirectSource {

@@ -4,14 +4,18 @@
 // A CTA computes its 128 columns of [dgate, dup] alone. Where column f is among them, a thread has
 // gates or ups, or both if f is no multiple of 8. CTAs of dgate and of dup take turns, so that the
 // second one finds gate and dh in the L2.
+//
+// Weighted, dh of a row is multiplied by the weight of the row in f32 first, and rounded to its
+// dtype. And the CTA of dgate adds up h times dh, without the weight (swiglu_weights.cuh).
 #pragma once
 
 #include "quantize/activation.cuh"
 #include "quantize/quantize_source.cuh"
+#include "quantize/swiglu_weights.cuh"
 
 namespace jax_fp8gemm {
 
-template <typename Config, bool kIsGrad>
+template <typename Config, bool kIsGrad, bool kIsWeighted = false>
 struct SwigluSource : DirectSource {
   using Elements = Fragment<kF32>;
   using Part = SwigluPart;
@@ -47,16 +51,22 @@ struct SwigluSource : DirectSource {
     const int f = kIsGrad ? params.k / 2 : params.k;
     if constexpr (!kIsAligned) {
       fill_by_elements(elements, params, row, column, row_end, f);
-    } else if constexpr (!kIsGrad) {
-      fill_part<Part::kH>(elements, params, row, column, row_end, f);
-    } else if (column < f) {
-      fill_part<Part::kDgate>(elements, params, row, column, row_end, f);
-    } else {
-      fill_part<Part::kDup>(elements, params, row, column - f, row_end, f);
+      return;
     }
+    Rows rows;
+    if constexpr (!kIsGrad) {
+      fill_part<Part::kH>(elements, rows, params, row, column, row_end, f);
+    } else if (column < f) {
+      fill_part<Part::kDgate>(elements, rows, params, row, column, row_end, f);
+    } else {
+      fill_part<Part::kDup>(elements, rows, params, row, column - f, row_end, f);
+    }
+    rows.store_dots(params, row, column / 128, row_end);
   }
 
  private:
+  using Rows = RowWeights<kIsWeighted>;
+
   enum Operand { kGate, kUp, kDh };
 
   template <Part kPart>
@@ -93,9 +103,11 @@ struct SwigluSource : DirectSource {
 
   // Columns `column`.. of one part, of its f.
   template <Part kPart>
-  static __device__ __forceinline__ void fill_part(Elements& elements, const QuantizeParams& params,
-                                                   int row, int column, int row_end, int f) {
+  static __device__ __forceinline__ void fill_part(Elements& elements, Rows& rows,
+                                                   const QuantizeParams& params, int row,
+                                                   int column, int row_end, int f) {
     if constexpr (kPrefetchBytes > 0) {
+      rows.template load<kFragmentRows>(params, row, row_end, 0);
       cp_async_wait_all();
 #pragma unroll
       for (int i = 0; i < kFragmentRows; ++i) {
@@ -105,19 +117,20 @@ struct SwigluSource : DirectSource {
         load_shared_16(gate.words[0][0], address(kGate, i));
         if constexpr (kReadsUp<kPart>) load_shared_16(up.words[0][0], address(kUp, i));
         if constexpr (kPart != Part::kH) load_shared_16(dh.words[0][0], address(kDh, i));
-        set_rows<kPart>(elements, i, gate, up, dh);
+        set_rows<kPart>(elements, rows, i, gate, up, dh);
       }
     } else {
-      load_part<kPart>(elements, params, row, column, row_end, f);
+      load_part<kPart>(elements, rows, params, row, column, row_end, f);
     }
   }
 
   // NOTE: the branch, which is all but always taken, keeps ptxas from computing before all loads
   // are under way.
   template <Part kPart>
-  static __device__ __forceinline__ void load_part(Elements& elements, const QuantizeParams& params,
-                                                   int row, int column, int row_end, int f) {
-    constexpr int kRowsAtOnce = 2;
+  static __device__ __forceinline__ void load_part(Elements& elements, Rows& rows,
+                                                   const QuantizeParams& params, int row,
+                                                   int column, int row_end, int f) {
+    constexpr int kRowsAtOnce = kIsWeighted ? 1 : 2;  // with 2 and weights, ptxas spills
 #pragma unroll
     for (int first = 0; first < kFragmentRows; first += kRowsAtOnce) {
       Fragment<kInput, kRowsAtOnce> gate, up, dh;
@@ -130,18 +143,19 @@ struct SwigluSource : DirectSource {
       if constexpr (kPart != Part::kH) {
         dh.template load<true>(params.dh, row + first, column, row_end, f, f);
       }
+      rows.template load<kRowsAtOnce>(params, row, row_end, first);
       const bool has_rows = row_end > first;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
 #pragma unroll
         for (int j = 0; j < kFragmentColumns; ++j) elements.set(first + i, j, 0.0f);
       }
-      if (has_rows) set_rows<kPart>(elements, first, gate, up, dh);
+      if (has_rows) set_rows<kPart>(elements, rows, first, gate, up, dh);
     }
   }
 
   template <Part kPart, int kRows>
-  static __device__ __forceinline__ void set_rows(Elements& elements, int first,
+  static __device__ __forceinline__ void set_rows(Elements& elements, Rows& rows, int first,
                                                   const Fragment<kInput, kRows>& gate,
                                                   const Fragment<kInput, kRows>& up,
                                                   const Fragment<kInput, kRows>& dh) {
@@ -149,8 +163,24 @@ struct SwigluSource : DirectSource {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) {
-        elements.set(first + i, j, gated<Config, kPart>(gate.at(i, j), up.at(i, j), dh.at(i, j)));
+        const float dh_ij =
+            weighted<kPart>(rows, first + i, gate.at(i, j), up.at(i, j), dh.at(i, j));
+        elements.set(first + i, j, gated<Config, kPart>(gate.at(i, j), up.at(i, j), dh_ij));
       }
+    }
+  }
+
+  // Returns dh times the weight of row i of the fragment, and adds to the dot of the row.
+  template <Part kPart>
+  static __device__ __forceinline__ float weighted(Rows& rows, int i, float gate, float up,
+                                                   float dh) {
+    if constexpr (!kIsWeighted) {
+      return dh;
+    } else {
+      if constexpr (kPart == Part::kDgate) {
+        rows.add(i, gated<Config, Part::kH>(gate, up, 0.0f), dh);
+      }
+      return Fragment<kInput>::rounded(mul_rn(dh, rows.weight[i]));
     }
   }
 
@@ -167,6 +197,8 @@ struct SwigluSource : DirectSource {
       const int64_t source_row = is_row ? row + i : 0;
       const uint8_t* gate_up_row = params.x + source_row * (2 * f) * kBytes;
       const uint8_t* dh_row = params.dh + source_row * f * kBytes;
+      float weight = 1.0f, dot = 0.0f;
+      if constexpr (kIsWeighted) weight = __ldg(params.weights + source_row);
       elements.shift_rows(1);
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) {
@@ -175,16 +207,20 @@ struct SwigluSource : DirectSource {
         const int source = is_inside ? column + j - (is_dup ? f : 0) : 0;
         const float gate = load_element(gate_up_row, source);
         const float up = load_element(gate_up_row, f + source);
-        float x;
+        float x, dh = 0.0f;
+        if constexpr (kIsGrad) dh = load_element(dh_row, source);
+        if constexpr (kIsWeighted) {
+          const float h = gated<Config, Part::kH>(gate, up, 0.0f);
+          if (is_inside && !is_dup) dot = fma_rn(h, dh, dot);
+          dh = Fragment<kInput>::rounded(mul_rn(dh, weight));
+        }
         if constexpr (kIsGrad && kIsGelu) {
-          const float dh = load_element(dh_row, source);
           x = 0.0f;
           if (is_inside) {  // NOTE: without this branch ptxas spills
             x = is_dup ? gated<Config, Part::kDup>(gate, up, dh)
                        : gated<Config, Part::kDgate>(gate, up, dh);
           }
         } else if constexpr (kIsGrad) {
-          const float dh = load_element(dh_row, source);
           const float dgate = gated<Config, Part::kDgate>(gate, up, dh);
           const float dup = gated<Config, Part::kDup>(gate, up, dh);
           x = is_dup ? dup : dgate;
@@ -192,6 +228,9 @@ struct SwigluSource : DirectSource {
           x = gated<Config, Part::kH>(gate, up, 0.0f);
         }
         elements.set(kFragmentRows - 1, j, is_inside ? x : 0.0f);
+      }
+      if constexpr (kIsWeighted) {
+        Rows::store_dot_of_row(params, row + i, column / 128, row_end, dot);
       }
     }
   }
@@ -211,5 +250,8 @@ struct QuantizeSource<Config, kSwiglu> : SwigluSource<Config, false> {};
 
 template <typename Config>
 struct QuantizeSource<Config, kSwigluGrad> : SwigluSource<Config, true> {};
+
+template <typename Config>
+struct QuantizeSource<Config, kWeightedSwigluGrad> : SwigluSource<Config, true, true> {};
 
 }  // namespace jax_fp8gemm

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8gemm._data.groups import group_of_rows
+from jax_fp8gemm._data.groups import Groups, group_of_rows
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual
-from jax_fp8gemm._primitives.gated import gated
+from jax_fp8gemm._ops.grouped_products import grouped_gemm_as
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._primitives.sum_rows import sum_rows
+from jax_fp8gemm._primitives.weighted_swiglu_grad import weighted_swiglu_grad_quantize
 from jax_fp8gemm.moe._biases import rows_of_bias
 from jax_fp8gemm.moe._choices import take_rows
 from jax_fp8gemm.moe._kept_gate_up import keep, read
@@ -24,7 +25,6 @@ from jax_fp8gemm.moe._mlp_products import (
     gate_up_product,
     hidden,
     hidden_gradient,
-    row_gradient,
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
@@ -63,7 +63,7 @@ class RowGradients(NamedTuple):
       weights: (rows,), the f32 weight of the choice of each row.
       gate_up: the product of the forward pass, as the backward pass reads it.
       h_columns: h, quantised along the tokens of each group; None if gate_up is to give it again.
-      dh: (rows, f), the gradient of h.
+      dh: (rows, f), the gradient of h for weights of 1.
       da_columns: the gradient of gate_up, quantised as h_columns is.
     """
 
@@ -147,19 +147,42 @@ def backward_turn(
     with jax.named_scope("dlhs"):
         copies = copy_tokens(douts, rows, products.down.implementation)
     gate_up, dh = read(products.into, kept, hidden_gradient(products, copies, w, rows.groups))
-    dh = dh.astype(jnp.float32)
-    dots = jnp.sum(gated(gate_up, products.activation) * dh, axis=1)
+    weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
+    of_rows = gate_up, dh, weights, w, rows.groups
+    dx, da_columns, dots = _row_gradient(products, *of_rows)
     if w.biases is not None:
         bias = rows_of_bias(w.biases.down, group_of_rows(*rows.groups, rows.token.size))
         dots += jnp.sum(bias * copies.dequantize(jnp.float32), axis=1)
     dweights = jnp.where(rows.has_row, take_rows(dots, rows.order), 0)
-    weights = take_rows(received.weights.reshape(-1), rows.choice).astype(jnp.float32)
-    dh = (dh * weights[:, None]).astype(gate_up.dtype)
-    dx, da_columns = row_gradient(products, gate_up, dh, w, rows.groups)
     dx = _sums(products.into, rows, jnp.ones_like(received.weights), None, dx)
     return TokenGradients(dx, dweights), RowGradients(
         rows, weights, gate_up, h_columns, dh, da_columns
     )
+
+
+def _row_gradient(
+    specs: Specs,
+    gate_up: jax.Array,
+    dh: jax.Array,
+    weights: jax.Array,
+    w: Experts,
+    groups: Groups,
+) -> tuple[jax.Array, ScaledArray | None, jax.Array]:
+    """Returns dx (m, d), and the columns of da if w_gate_up has a gradient; and the dots (m,).
+
+    da is computed of dh times the weights (m,) of rows. dots: the sums of h * dh along rows.
+    """
+    into = specs.into
+    args = quantize_args(into, into.recipe.bwd)
+    assert specs.pieces == 1  # of a layer whose experts devices divide
+    how: dict[str, Any] = dict(activation=specs.activation, with_columns=into.rhs_dtype is not None)
+    da, da_columns, dots = weighted_swiglu_grad_quantize(
+        gate_up, dh, weights, *groups, **how, **args
+    )
+    with jax.named_scope("dlhs"):
+        of_dx = into.shardings.lhs, specs.unused_rows
+        dx = grouped_gemm_as(into, into.lhs_dtype, da, w.gate_up, *groups, *of_dx)
+    return dx, da_columns, dots
 
 
 def _transpose_in_turn(w: ScaledArray, turn: TurnNumber) -> ScaledArray:

@@ -49,6 +49,7 @@ def weight_gradients(
     if not has_biases:
         return WeightGradients(dw_gate_up, dw_down, None)
     dout = dequantized_rows(douts, rows) * weights[:, None]
+    dh = (dh.astype(jnp.float32) * weights[:, None]).astype(dh.dtype)
     dbiases = bias_gradients(products, gate_up, dh, dout, rows.groups)
     if to_biases is not None:
         dbiases = jax.tree.map(jnp.add, to_biases, dbiases)
