@@ -241,7 +241,12 @@ def test_tokens_travel_as_fp8():
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_and_collectives_of_a_program(name):
     text = program(name).as_text()
-    for kernel in ("grouped_gemm", "grouped_wgrad", "swiglu_quantize", "swiglu_grad_quantize"):
+    for kernel in (
+        "grouped_gemm",
+        "grouped_wgrad",
+        "swiglu_quantize",
+        "weighted_swiglu_grad_quantize",
+    ):
         assert f'custom_call_target="jax_fp8gemm_{kernel}"' in text
     kinds = {kind.split()[0] for kind in moved_bytes(text, one_axis().size)}
     expected = {
