@@ -186,7 +186,7 @@ def test_strips_have_the_bits_of_the_whole(traced_anew, monkeypatch, name, skew)
     strips, found = run()
     target = 'custom_call_target="jax_fp8gemm_grouped_gemm"'
     num_products = [program.as_text().count(target) for program in (whole, strips)]
-    assert num_products[1] == num_products[0] + 3  # four strips in the branch of one turn
+    assert num_products[1] == num_products[0] + 1  # two strips in the branch of one turn
     reference.assert_same_bits(found, expected)
     for _ in range(3):
         reference.assert_same_bits(strips(*operands), found)

@@ -44,7 +44,7 @@ def in_strips(traced_anew, monkeypatch):
         # Of 4 devices with M / 4 tokens each, a device has the results of all others to send.
         num_bytes = M // 4 * 3 * D * 4 // num_strips
         monkeypatch.setattr(_strips, "_MIN_STRIP_BYTES", num_bytes)
-        monkeypatch.setattr(_strips, "_NUMS_OF_STRIPS", (num_strips,))
+        monkeypatch.setattr(_strips, "_NUM_STRIPS", num_strips)
         jax.clear_caches()
         compiled = forward(**options).lower(*operands).compile()
         return compiled(*operands), compiled

@@ -148,14 +148,13 @@ def test_strips_of_a_forward_pass_travel_back_beside_products(has_options):
     at = lambda pattern: [i for i, line in enumerate(lines) if re.search(pattern, line)]
     products = at("custom_call_target=.jax_fp8gemm_grouped_gemm")
     starts, ends = (at(rf" all-to-all-{kind}\(") for kind in ("start", "done"))
-    assert len(products) == 1 + 4 and len(starts) >= 3  # nothing runs beside the last strip
-    for start, end, product in zip(starts[:3], ends[:3], products[2:], strict=True):
-        assert start < product < end
+    assert len(products) == 1 + 2 and starts  # nothing runs beside the last strip
+    assert starts[0] < products[2] < ends[0]
     of_products = [re.search(r"num_sms = (\d+)", lines[i]) for i in products]
     num_sms = [int(found[1]) for found in of_products if found]
-    assert num_sms == [132] * 2 + [132 - 32] * 3  # what travels beside a product has the others
+    assert num_sms == [132, 132, 132 - 32]  # what travels beside a product has the others
     # A strip of a weight is read where it lies.
-    assert not at(rf" = .*f8e4m3fn.*\[({WEIGHT_SHAPES}|64,1792,2048)\].* (copy|fusion|slice)\(")
+    assert not at(rf" = .*f8e4m3fn.*\[({WEIGHT_SHAPES}|32,3584,2048)\].* (copy|fusion|slice)\(")
 
 
 def test_values_travel_beside_quantisation_and_results_beside_products():

@@ -21,8 +21,8 @@ from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
 from jax_fp8gemm.moe._parallel.parts import after
 
-_NUMS_OF_STRIPS = 4, 2
-# Of a strip, from all other devices. It is assumed: 2 GPUs of DeepSeek-V3's sizes have 29 MB.
+_NUM_STRIPS = 2
+# Of a strip, from all other devices. It is assumed: 2 GPUs of DeepSeek-V3's sizes have 59 MB.
 _MIN_STRIP_BYTES = 16 << 20
 # NCCL's kernel of an all_to_all has as many CTAs, on four H200s. With 24 multiprocessors left to
 # it, or none, it began when the product ended.
@@ -55,11 +55,9 @@ def count_strips(exchange: Exchange, num_experts: int, x: jax.Array) -> int:
     """
     d = x.shape[1]
     num_bytes = (exchange.received - exchange.slots) * d * x.dtype.itemsize
-    for number in _NUMS_OF_STRIPS:
-        is_long = num_bytes >= number * _MIN_STRIP_BYTES
-        if is_long and d % (number * SCALE_BLOCK) == 0 and number * num_experts <= MAX_GROUPS:
-            return number
-    return 1
+    is_long = num_bytes >= _NUM_STRIPS * _MIN_STRIP_BYTES
+    is_whole = d % (_NUM_STRIPS * SCALE_BLOCK) == 0
+    return _NUM_STRIPS if is_long and is_whole and _NUM_STRIPS * num_experts <= MAX_GROUPS else 1
 
 
 def down_product_in_strips(
