@@ -176,7 +176,7 @@ def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[in
 
 
 def _partition_rule(*_, mode: str, **params) -> PartitionRule:
-    """No mesh axis cuts rows or features: they come from copy_rows, of which it cuts neither."""
+    """No mesh axis cuts an operand. The rows come from copy_rows, and no axis cuts them there."""
     columns = ("w tokens",) * (2 if modes.split(mode)[1] else 0)
     return PartitionRule(
         ("t w", "t f", "t", "sizes", "first"),
