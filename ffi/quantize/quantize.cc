@@ -14,7 +14,8 @@
 namespace jax_fp8gemm {
 namespace {
 
-// Threads of an SM whose CTAs prefetch; must agree with kMinCtas in cuda/quantize/quantize.cuh.
+// Threads of an SM whose CTAs prefetch; must agree with kMinCtas in
+// cuda/quantize/quantize_tile.cuh.
 constexpr unsigned kPrefetchingThreads = 512;
 
 // Nothing is launched where there is nothing to read, so there may be nothing to write.
