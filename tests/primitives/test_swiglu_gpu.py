@@ -85,6 +85,14 @@ def _of_groups(rows, sizes):
     return ScaledArray(*(np.asarray(x)[is_of_group] for x in (rows.values, rows.scale)))
 
 
+def _zeros_of_no_group(sizes, *arrays):
+    """The arrays (m, n), FP8 as bytes, with zeros in rows of no group; under jit."""
+    row = jnp.arange(arrays[0].shape[0])[:, None]
+    is_of_group = (row >= FIRST_ROW) & (row < FIRST_ROW + jnp.maximum(sizes, 0).sum())
+    as_bytes = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8) if x.itemsize == 1 else x
+    return [jnp.where(is_of_group, as_bytes(x), 0) for x in arrays]
+
+
 def _assert_same_rows(actual, expected, sizes):
     actual, expected = _of_groups(actual, sizes), _of_groups(expected, sizes)
     reference.assert_same_bits(actual.values, expected.values)
@@ -310,11 +318,7 @@ def test_bits_repeat(is_grad):
     @jax.jit
     def run(sizes, *xs):
         rows, columns = _quantize(xs, sizes)
-        row = jnp.arange(2048)[:, None]
-        is_of_group = (row >= FIRST_ROW) & (row < FIRST_ROW + jnp.maximum(sizes, 0).sum())
-        values = jax.lax.bitcast_convert_type(rows.values, jnp.uint8)
-        of_groups = [jnp.where(is_of_group, x, 0) for x in (values, rows.scale)]
-        return of_groups, columns
+        return _zeros_of_no_group(sizes, rows.values, rows.scale), columns
 
     layouts = [jnp.asarray(SIZES[name], jnp.int32) for name in ("edges", "aligned", "negative")]
     first = [run(sizes, *operands) for sizes in layouts]

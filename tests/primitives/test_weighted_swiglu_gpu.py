@@ -10,7 +10,15 @@ import weighted_swiglu_cases as cases
 from gated_activations import NAMES, OTHERS
 from gpu_cases import E4M3, E5M2, assert_same
 from test_grouped_gpu import SIZES
-from test_swiglu_gpu import EDGES, FIRST_ROW, WIDTHS, M, _assert_same_rows, _is_of_group
+from test_swiglu_gpu import (
+    EDGES,
+    FIRST_ROW,
+    WIDTHS,
+    M,
+    _assert_same_rows,
+    _is_of_group,
+    _zeros_of_no_group,
+)
 
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize
 from jax_fp8gemm._primitives.weighted_swiglu_grad import weighted_swiglu_grad_quantize
@@ -113,11 +121,7 @@ def test_bits_repeat():
     @jax.jit
     def run(sizes, *xs):
         rows, columns, dots = _quantize(xs, sizes)
-        row = jnp.arange(2048)[:, None]
-        is_of_group = (row >= FIRST_ROW) & (row < FIRST_ROW + jnp.maximum(sizes, 0).sum())
-        values = jax.lax.bitcast_convert_type(rows.values, jnp.uint8)
-        of_groups = [jnp.where(is_of_group, x, 0) for x in (values, rows.scale, dots[:, None])]
-        return of_groups, columns
+        return _zeros_of_no_group(sizes, rows.values, rows.scale, dots[:, None]), columns
 
     layouts = [jnp.asarray(SIZES[name], jnp.int32) for name in ("edges", "aligned", "negative")]
     first = [run(sizes, *operands) for sizes in layouts]
