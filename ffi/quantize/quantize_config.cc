@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "activation.h"
 #include "errors.h"
 
 namespace jax_fp8gemm {
@@ -17,45 +18,28 @@ constexpr const char* kModes[] = {"row",
                                   "block_transposed",
                                   "block_both",
                                   "row_block_transposed"};
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};
 
 bool IsSwiglu(const QuantizeConfig& config) {
   return config.source == kSwiglu || IsSwigluGrad(config);
 }
 
-// InvalidArgument unless the activation is one, of a source that has it, with its constants.
-ffi::Error CheckActivation(const QuantizeConfig& config) {
-  const int32_t activation = config.activation;
-  if (activation < kSilu || activation > kClampedSwiglu ||
-      (activation != kSilu && !IsSwiglu(config))) {
-    return InvalidArgument(QuantizeOp(config), ": activation must be 0..4, and 0 for a source ",
-                           "other than 1, 2 and 5; got activation ", activation, ", source ",
-                           config.source);
-  }
-  constexpr int32_t kMagnitude = 0x7fffffff, kInf = 0x7f800000;
-  const auto is_finite = [](int32_t bits) { return (bits & kMagnitude) < kInf; };
-  const bool has_constants = config.limit != 0 || config.alpha != 0 || config.up_offset != 0;
-  const bool are_constants = config.limit > 0 && is_finite(config.limit) &&
-                             is_finite(config.alpha) && is_finite(config.up_offset);
-  if (activation == kClampedSwiglu ? !are_constants : has_constants) {
-    return InvalidArgument(QuantizeOp(config), ": limit, alpha and up_offset must be bits of ",
-                           "finite f32, limit above 0, with activation 4, and 0 without; got ",
-                           "activation ", activation, ", limit ", config.limit, ", alpha ",
-                           config.alpha, ", up_offset ", config.up_offset);
-  }
-  return ffi::Error::Success();
+Activation ActivationOf(const QuantizeConfig& config) {
+  return {config.activation, config.limit, config.alpha, config.up_offset};
 }
 
-// The bits of a constant of the activation, as names and sources of kernels have them.
-uint32_t Bits(int32_t constant) { return static_cast<uint32_t>(constant); }
-
-// What the name of a kernel says of its activation.
-std::string ActivationName(const QuantizeConfig& config) {
-  if (config.activation == kSilu) return "";
-  const std::string name = StrCat(kActivations[config.activation], "_");
-  if (config.activation != kClampedSwiglu) return name;
-  return StrCat(name, Bits(config.limit), "_", Bits(config.alpha), "_", Bits(config.up_offset),
-                "_");
+// InvalidArgument unless the activation is one, of a source that has it, with its constants.
+ffi::Error CheckActivation(const QuantizeConfig& config) {
+  const Activation activation = ActivationOf(config);
+  if (!IsActivation(activation.kind) || (activation.kind != kSilu && !IsSwiglu(config))) {
+    return InvalidArgument(QuantizeOp(config), ": activation must be 0..4, and 0 for a source ",
+                           "other than 1, 2 and 5; got activation ", activation.kind, ", source ",
+                           config.source);
+  }
+  if (!HasRightConstants(activation)) {
+    return InvalidArgument(QuantizeOp(config), ": ", kConstantsRule, "; got activation ",
+                           activation.kind, ", ", ConstantsText(activation));
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -115,9 +99,10 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
 }
 
 std::string KernelName(const QuantizeConfig& config) {
-  return StrCat(QuantizeOp(config), "_", ActivationName(config), config.ragged ? "ragged_" : "",
-                kModes[config.mode], "_", ShortType(kQuantizeInputs[config.input]),
-                config.e5m2 ? "_e5m2" : "_e4m3", config.pow2_scale ? "_pow2" : "");
+  return StrCat(QuantizeOp(config), "_", ActivationName(ActivationOf(config)),
+                config.ragged ? "ragged_" : "", kModes[config.mode], "_",
+                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
+                config.pow2_scale ? "_pow2" : "");
 }
 
 int64_t NumWarps(const QuantizeConfig& config) { return config.mode == kRow ? 4 : 8; }
@@ -142,12 +127,9 @@ KernelSource MakeKernelSource(const QuantizeConfig& config) {
                        ";\n  static constexpr bool kE5M2 = ", config.e5m2 != 0,
                        ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
                        ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
-                       ";\n  static constexpr int kSource = ", config.source,
-                       ";\n  static constexpr int kActivation = ", config.activation,
-                       ";\n  static constexpr unsigned kLimit = ", Bits(config.limit),
-                       ";\n  static constexpr unsigned kAlpha = ", Bits(config.alpha),
-                       ";\n  static constexpr unsigned kUpOffset = ", Bits(config.up_offset),
-                       ";\n};\n#include \"quantize/quantize.cuh\"\n")};
+                       ";\n  static constexpr int kSource = ", config.source, ";\n",
+                       ActivationMembers(ActivationOf(config)),
+                       "};\n#include \"quantize/quantize.cuh\"\n")};
 }
 
 }  // namespace jax_fp8gemm

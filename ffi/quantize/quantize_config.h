@@ -20,7 +20,7 @@ struct QuantizeConfig {
   int32_t pow2_scale;  // scales are rounded up to powers of two
   int32_t ragged;      // the call has groups, each of which starts at a block of columns
   int32_t source;      // what is quantised: a QuantizeSource
-  int32_t activation;  // of SwiGLU and its gradient: a QuantizeActivation
+  int32_t activation;  // of SwiGLU and its gradient: an ActivationKind
   // Of kClampedSwiglu: the constants of swiglu.cuh, as bits of f32. Otherwise 0.
   int32_t limit, alpha, up_offset;
 };
@@ -42,7 +42,6 @@ enum QuantizeMode {
   kRowBlockTransposed
 };
 enum QuantizeSource { kPlain, kSwiglu, kSwigluGrad, kGather, kWeightedGather, kWeightedSwigluGrad };
-enum QuantizeActivation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };
 
 // FP8 is gathered only.
 constexpr ffi::DataType kQuantizeInputs[] = {ffi::DataType::BF16, ffi::DataType::F16,

@@ -53,12 +53,6 @@ def attributes(
 
     activation: that of the sources with "swiglu" in their names. Its constants are f32 bits.
     """
-    if isinstance(activation, str):
-        name, constants = activation, (0.0, 0.0, 0.0)
-    else:
-        name = "clamped_swiglu"
-        constants = activation.limit, activation.alpha, activation.up_offset
-    limit, alpha, up_offset = np.array(constants, np.float32).view(np.int32)
     return dict(
         mode=np.int32(MODES.index(mode)),
         input=np.int32(INPUTS.index(jnp.dtype(dtype).name)),
@@ -66,11 +60,20 @@ def attributes(
         pow2_scale=np.int32(pow2_scale),
         ragged=np.int32(is_ragged),
         source=np.int32(SOURCES.index(source)),
-        activation=np.int32(ACTIVATIONS.index(name)),
-        limit=limit,
-        alpha=alpha,
-        up_offset=up_offset,
+        **activation_attributes(activation),
     )
+
+
+def activation_attributes(activation: Activation) -> dict[str, np.int32]:
+    """Returns what an attribute `config` says of an activation."""
+    if isinstance(activation, str):
+        name, constants = activation, (0.0, 0.0, 0.0)
+    else:
+        name = "clamped_swiglu"
+        constants = activation.limit, activation.alpha, activation.up_offset
+    limit, alpha, up_offset = np.array(constants, np.float32).view(np.int32)
+    number = np.int32(ACTIVATIONS.index(name))
+    return dict(activation=number, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
 def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int32]]:
