@@ -96,23 +96,32 @@ def define_primitive(
 
     # There are two primitives. The partitioned one cannot be lowered without devices. In a
     # shard_map the operands are shards already, and partitioning them may abort the process.
-    on_shards = on_arrays = _make(rules, rules.lower_shards, batch)
+    def make(lower: Callable[..., Any]) -> Primitive:
+        of_platforms = partial(rules.lower_default, lower), partial(rules.lower_cuda, lower)
+        return make_primitive(rules, *of_platforms, batch)
+
+    on_shards = on_arrays = make(rules.lower_shards)
     if mesh_rules is not None:
-        on_arrays = _make(rules, rules.lower_arrays, batch)
+        on_arrays = make(rules.lower_arrays)
         if NEEDS_DEVICES is not None:
             NEEDS_DEVICES.add(on_arrays)
 
     return bind
 
 
-def _make(rules: Rules, lower: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    """Returns a primitive that `lower` lowers: rules.lower_shards or rules.lower_arrays."""
+def make_primitive(
+    rules: Rules,
+    lower: Callable[..., Any],
+    lower_cuda: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> Primitive:
+    """Returns a primitive with these rules, and these of lowering and of batching."""
     primitive = Primitive(rules.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(rules.abstract_eval)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
-    mlir.register_lowering(primitive, partial(rules.lower_default, lower))
-    mlir.register_lowering(primitive, partial(rules.lower_cuda, lower), platform="cuda")
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = rules.jvp
     partial_eval.dce_rules[primitive] = rules.dce

@@ -28,7 +28,7 @@ Arrays = Sequence[jax.Array]
 # when it is lowered. No public function says so.
 NEEDS_DEVICES = jax_drift.optional("jax._src.dispatch.prim_requires_devices_during_lowering")
 # Implementations in plain JAX, which run on any machine.
-_PLAIN = ("xla", "emulate")
+PLAIN = ("xla", "emulate")
 _eager_folding = jax_drift.optional("jax._src.config.eager_constant_folding", nullcontext)
 
 
@@ -131,17 +131,17 @@ class Rules:
             return mlir.lower_fun(tagged, multiple_results=True)(ctx, *operands)
 
     def lower_default(self, lower, ctx, *operands, implementation, **params):
-        if implementation not in _PLAIN:
+        if implementation not in PLAIN:
             reason = f"lowering for {_platforms(ctx)}, not for an NVIDIA GPU"
             fallback.fall_back(self.op, implementation, reason)
         run = self.plain(implementation, is_shared=_platforms(ctx) == "cpu")
         return lower(run, ctx, *operands, **params)
 
     def lower_cuda(self, lower, ctx, *operands, implementation, **params):
-        reason = None if implementation in _PLAIN else fallback.unusable_reason()
+        reason = None if implementation in PLAIN else fallback.unusable_reason()
         if reason is not None:
             fallback.fall_back(self.op, implementation, reason)
-        is_plain = implementation in _PLAIN or reason is not None
+        is_plain = implementation in PLAIN or reason is not None
         run = self.plain(implementation, is_shared=False) if is_plain else self.kernel
         return lower(run, ctx, *operands, **params)
 
