@@ -15,6 +15,7 @@
 #include "driver/driver.h"
 #include "errors.h"
 #include "gemm/gemm.h"
+#include "gemm/grouped_gated_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
 #include "jit/jit.h"
@@ -57,6 +58,9 @@ nb::dict Registrations() {
       bundle(GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler);
   targets["jax_fp8gemm_grouped_gemm"] =
       bundle(GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler, GroupedGemmExecuteHandler);
+  targets["jax_fp8gemm_grouped_gated_gemm"] =
+      bundle(GroupedGatedGemmInstantiateHandler, GroupedGatedGemmPrepareHandler,
+             GroupedGatedGemmExecuteHandler);
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
   targets["jax_fp8gemm_copy_rows"] =

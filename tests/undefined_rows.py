@@ -42,7 +42,7 @@ def poison(monkeypatch):
 
     poisoned = define_primitive(
         "jax_fp8gemm_grouped_gemm",
-        _grouped._shape_rule,
+        _grouped.shape_rule,
         Forms(products(_grouped._reference), _grouped._ffi_call, products(_grouped._emulation)),
         mesh_rules=MeshRules(_grouped._partition_rule, _grouped._run_shard, ("reduce_dtype",)),
     )

@@ -51,13 +51,22 @@ bool IsInRange(const GemmConfig& c) {
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
          c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.transpose_out) &&
          is_flag(c.out_f32) && is_flag(c.accumulate) && is_flag(c.lhs_e5m2) &&
-         is_flag(c.rhs_e5m2) && is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
+         is_flag(c.rhs_e5m2) && is_flag(c.gated) && is_flag(c.h_e5m2) && is_flag(c.h_pow2_scale) &&
+         IsActivation(c.activation) &&
+         is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
 }
 
 constexpr const char* kRanges =
     "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
     "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, num_sms >= cluster_m * "
-    "cluster_n, grouping 0..2, flags 0 or 1";
+    "cluster_n, grouping 0..2, activation 0..4, flags 0 or 1";
+
+// What the name of a kernel says of h.
+std::string GatedName(const GemmConfig& config) {
+  if (!config.gated) return "";
+  return StrCat("_gated_", ActivationName(ActivationOf(config)), config.h_e5m2 ? "e5m2" : "e4m3",
+                config.h_pow2_scale ? "_pow2" : "");
+}
 
 static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 
@@ -98,6 +107,14 @@ const char* BrokenRule(const GemmConfig& c) {
       {!c.transpose_out || c.num_slabs == 0 || c.block_n % 64 == 0,
        "transpose_out with slabs needs block_n a multiple of 64"},
       {!c.accumulate || c.out_f32, "accumulate must go with out_f32"},
+      // A thread holds gate and up of the same elements, and stages h in one slab.
+      {!c.gated || (grouping == Grouping::kRows && !c.out_f32 && c.block_n == 256 &&
+                    c.sub_n == 128 && num_row_subs == 1 && c.num_slabs == 1),
+       "gated must go with groups of rows, bf16, block_n 256, sub_n 128, 64 rows for each "
+       "consumer, and a slab"},
+      {c.gated || (c.activation == kSilu && !c.h_e5m2 && !c.h_pow2_scale),
+       "activation, h_e5m2 and h_pow2_scale must be 0 without gated"},
+      {HasRightConstants(ActivationOf(c)), kConstantsRule},
       {c.num_slabs == 0 || c.block_n % SlabColumns(c) == 0, "slabs need block_n a multiple of 32"},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
@@ -120,11 +137,11 @@ std::string KernelName(const GemmConfig& config) {
   static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
   return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
                 config.transpose_out ? "transposed_" : "", config.block_m, "x", config.block_n,
-                config.out_f32 ? "_f32" : "_bf16", config.accumulate ? "_accumulate" : "",
-                config.lhs_e5m2 ? "_e5m2" : "_e4m3", config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub",
-                config.sub_n, "_consumers", config.num_consumers, "_accums", config.num_accums,
-                "_stages", config.num_stages, "_slabs", config.num_slabs, "_cluster",
-                config.cluster_m, "x", config.cluster_n);
+                GatedName(config), config.out_f32 ? "_f32" : "_bf16",
+                config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
+                config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
+                config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
+                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n);
 }
 
 int64_t SlabColumns(const GemmConfig& config) {
@@ -151,12 +168,16 @@ ffi::Error CheckConfig(const GemmConfig& config) {
     return InvalidArgument("gemm: ", kRanges, "; got ", KernelName(config), ", grouping ",
                            config.grouping, ", num_sms ", config.num_sms, ", flags ",
                            config.is_1d1d, " ", config.transpose_out, " ", config.out_f32, " ",
-                           config.accumulate, " ", config.lhs_e5m2, " ", config.rhs_e5m2);
+                           config.accumulate, " ", config.lhs_e5m2, " ", config.rhs_e5m2, " ",
+                           config.gated, " ", config.h_e5m2, " ", config.h_pow2_scale);
   }
   const char* rule = BrokenRule(config);
   if (rule == nullptr) return ffi::Error::Success();
   return InvalidArgument("gemm: ", rule, "; got ", KernelName(config), ", num_sms ", config.num_sms,
-                         ", ", DynamicSmemBytes(config), " bytes of shared memory");
+                         ", ", DynamicSmemBytes(config), " bytes of shared memory, gated ",
+                         config.gated, ", activation ", config.activation, ", ",
+                         ConstantsText(ActivationOf(config)), ", h_e5m2 ", config.h_e5m2,
+                         ", h_pow2_scale ", config.h_pow2_scale);
 }
 
 KernelSource MakeKernelSource(const GemmConfig& config) {
@@ -188,6 +209,12 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
   add("kTransposesOut", config.transpose_out != 0);
   add("kOutF32", config.out_f32 != 0);
   add("kAccumulate", config.accumulate != 0);
+  add("kIsGated", config.gated != 0);
+  if (config.gated) {
+    add("kE5M2", config.h_e5m2 != 0);
+    add("kPow2Scale", config.h_pow2_scale != 0);
+    text += ActivationMembers(ActivationOf(config));
+  }
   return {name, text + "};\n#include \"gemm/gemm.cuh\"\n"};
 }
 

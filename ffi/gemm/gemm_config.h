@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "activation.h"
 #include "buffers.h"
 #include "config_attribute.h"
 #include "jit/jit.h"
@@ -32,20 +33,30 @@ struct GemmConfig {
   int32_t accumulate;            // out = accum + product; f32 only
   int32_t lhs_e5m2, rhs_e5m2;    // values are e5m2, otherwise e4m3fn
   int32_t grouping;              // what the groups of the product cut: a Grouping
+  int32_t gated;                 // the product is [gate | up], and the result its h, quantised
+  int32_t activation;            // gated: an ActivationKind, with its constants. Otherwise 0
+  int32_t limit, alpha, up_offset;
+  int32_t h_e5m2, h_pow2_scale;  // gated: values are e5m2; scales are rounded up to powers of two
   int32_t num_sms;               // CTAs to launch at most; not compiled in
 };
 
 template <>
 struct ConfigFields<GemmConfig>
-    : FieldsOf<GemmConfig, &GemmConfig::accumulate, &GemmConfig::block_m, &GemmConfig::block_n,
-               &GemmConfig::cluster_m, &GemmConfig::cluster_n, &GemmConfig::grouping,
-               &GemmConfig::is_1d1d, &GemmConfig::lhs_e5m2, &GemmConfig::num_accums,
+    : FieldsOf<GemmConfig, &GemmConfig::accumulate, &GemmConfig::activation, &GemmConfig::alpha,
+               &GemmConfig::block_m, &GemmConfig::block_n, &GemmConfig::cluster_m,
+               &GemmConfig::cluster_n, &GemmConfig::gated, &GemmConfig::grouping,
+               &GemmConfig::h_e5m2, &GemmConfig::h_pow2_scale, &GemmConfig::is_1d1d,
+               &GemmConfig::lhs_e5m2, &GemmConfig::limit, &GemmConfig::num_accums,
                &GemmConfig::num_consumers, &GemmConfig::num_slabs, &GemmConfig::num_sms,
                &GemmConfig::num_stages, &GemmConfig::out_f32, &GemmConfig::rhs_e5m2,
-               &GemmConfig::sub_n, &GemmConfig::transpose_out> {};
+               &GemmConfig::sub_n, &GemmConfig::transpose_out, &GemmConfig::up_offset> {};
 
 inline Grouping GroupingOf(const GemmConfig& config) {
   return static_cast<Grouping>(config.grouping);
+}
+
+inline Activation ActivationOf(const GemmConfig& config) {
+  return {config.activation, config.limit, config.alpha, config.up_offset};
 }
 
 // A slab stages 64 rows of up to 128 bytes of out.

@@ -58,6 +58,12 @@ int64_t PartRows(const GemmConfig& config, int64_t m) {
   return loads_short ? m % config.block_m : 0;
 }
 
+// The CTAs of a cluster load a part each of the tile that they share. Half of the rows of a gated
+// tile are of gate, and half of up.
+int64_t RhsBoxRows(const GemmConfig& config) {
+  return config.block_n / config.cluster_m / (config.gated ? 2 : 1);
+}
+
 // Encodes the maps that the kernel uses of this config and shape; the others stay zero.
 ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
                             const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
@@ -74,7 +80,7 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
                                          kScaleBlock, config.block_m / config.cluster_n, kSwizzle));
   FFI_ASSIGN_OR_RETURN(params.rhs,
                        EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
-                                         kScaleBlock, config.block_n / config.cluster_m, kSwizzle));
+                                         kScaleBlock, RhsBoxRows(config), kSwizzle));
   if (const int64_t part_rows = PartRows(config, params.m); part_rows > 0) {
     FFI_ASSIGN_OR_RETURN(params.lhs_part,
                          EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
@@ -95,7 +101,7 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
                           config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
   }
-  if (config.num_slabs > 0) {
+  if (config.num_slabs > 0 && !config.gated) {
     const auto type =
         config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const int64_t element_bytes = config.out_f32 ? 4 : 2, columns = SlabColumns(config);

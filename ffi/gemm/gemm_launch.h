@@ -30,12 +30,14 @@ struct GemmParams {
   int32_t* next_tile;  // groups of rows: to be 0
   int32_t first_part;
   int32_t clears_rest;  // groups of rows that follow each other
+  void* out_scale;      // gated: of h
 };
 static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);
 static_assert(offsetof(GemmParams, out_map) == 640 && offsetof(GemmParams, lhs_scale) == 768);
 static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800);
 static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
-              offsetof(GemmParams, first_part) == 856 && offsetof(GemmParams, clears_rest) == 860);
+              offsetof(GemmParams, first_part) == 856 && offsetof(GemmParams, clears_rest) == 860 &&
+              offsetof(GemmParams, out_scale) == 864);
 
 // Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), or
 // (out_rows, m) if out is transposed, and

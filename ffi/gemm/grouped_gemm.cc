@@ -30,11 +30,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     FFI_RETURN_IF_ERROR(CheckGroupedOperands(kOp, config, operands, n));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {m, n}));
     const bool is_flag = clears_unused == 0 || clears_unused == 1;
-    if ((rows_per_group != 0 && g * rows_per_group != m) || !is_flag) {
-      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, and clears_unused 0 or 1; ",
-                             "got rows_per_group ", rows_per_group, ", lhs ",
+    if ((rows_per_group != 0 && g * rows_per_group != m) || !is_flag || config.gated) {
+      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, clears_unused 0 or 1, and ",
+                             "config not gated; got rows_per_group ", rows_per_group, ", lhs ",
                              ShapeText(lhs), ", group_sizes ", ShapeText(group_sizes),
-                             ", clears_unused ", clears_unused);
+                             ", clears_unused ", clears_unused, ", gated ", config.gated);
     }
     GemmParams params = GroupedParams(config, operands, *out, n);
     params.rows_per_group = rows_per_group;

@@ -18,7 +18,7 @@ from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
 from jax_fp8gemm._primitives.grouped_gemm import rows_of_tiles
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
-from jax_fp8gemm._tuning import choose, cost
+from jax_fp8gemm._tuning import choose, cost, gated_config
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 
@@ -170,6 +170,14 @@ def _grouped_gemm(operands: list[Any], params: dict[str, Any]):
     return _grouped(m, n, k, g, 2 * m * n * k, spec)
 
 
+def _grouped_gated_gemm(operands: list[Any], params: dict[str, Any]):
+    (m, k), (g, n, _) = operands[0].shape, operands[2].shape
+    # The predicted time is that of the product alone.
+    spec = dict(is_1d1d=False, transpose_out=False, out_f32=False, accumulate=False)
+    _, flop, time_us = _grouped(m, n, k, g, 2 * m * n * k, spec)
+    return _text(gated_config.TILE_GATED), flop, time_us
+
+
 def _grouped_wgrad(operands: list[Any], params: dict[str, Any]):
     (m, t), (n, _), (g,) = operands[0].shape, operands[2].shape, operands[4].shape
     is_1d1d = not params["is_2d1d"]
@@ -190,4 +198,9 @@ def _up(extent: int, multiple: int) -> int:
     return extent + -extent % multiple
 
 
-_PRODUCTS = {"gemm": _gemm, "grouped_gemm": _grouped_gemm, "grouped_wgrad": _grouped_wgrad}
+_PRODUCTS = {
+    "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_gated_gemm": _grouped_gated_gemm,
+    "grouped_wgrad": _grouped_wgrad,
+}

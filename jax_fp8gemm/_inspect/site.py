@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from jax_fp8gemm._primitives import modes
+from jax_fp8gemm._primitives.joint import APART
 
 # Names of transformations in a name stack: jvp(...), transpose(jvp(...)), vmap(...).
 _TRANSFORM = re.compile(r"\w+\(|\)")
@@ -22,6 +23,11 @@ def is_ours(eqn: Any) -> bool:
 
 def is_quantisation(eqn: Any) -> bool:
     return is_ours(eqn) and "quantize" in eqn.primitive.name
+
+
+def has_parts(eqn: Any) -> bool:
+    """Returns whether the equation stands for several ones of this package, which quantise too."""
+    return eqn.primitive.name in APART
 
 
 def join(stack: str, eqn: Any) -> str:

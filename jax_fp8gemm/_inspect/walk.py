@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._inspect import site
+from jax_fp8gemm._primitives.joint import APART
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
 # A key for each measurement, and the measurements (number of keys, number of fields).
@@ -92,7 +94,7 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 def has_quantisations(eqn: Any) -> bool:
     """Returns whether a jaxpr in the parameters of an equation quantises."""
     calls = (call for inner in _jaxprs(eqn.params) for call in calls_of(inner))
-    return any(site.is_quantisation(call.eqn) for call in calls)
+    return any(site.is_quantisation(call.eqn) or site.has_parts(call.eqn) for call in calls)
 
 
 class Walk:
@@ -123,6 +125,9 @@ class Walk:
         if site.is_quantisation(eqn):
             results = _bind(eqn, operands)
             return results, self.measure.of_eqn(eqn, stack, operands, results)
+        if site.has_parts(eqn):
+            parts = jax.make_jaxpr(partial(APART[name], **eqn.params))(*operands)
+            return self._inner(parts, operands, stack)
         if not has_quantisations(eqn):
             return _bind(eqn, operands), None
         run = {"scan": self._scan, "while": self._while, "cond": self._cond,

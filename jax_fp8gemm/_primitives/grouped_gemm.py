@@ -90,7 +90,7 @@ def rows_of_tiles(*rows: int, expected_rows: int | None) -> int:
     return g * min(expected_rows, max_m)
 
 
-def _shape_rule(
+def shape_rule(
     lhs,
     lhs_scale,
     rhs,
@@ -244,7 +244,7 @@ def _run_shard(
 
 grouped_gemm_p = define_primitive(
     "jax_fp8gemm_grouped_gemm",
-    _shape_rule,
+    shape_rule,
     Forms(_reference, _ffi_call, _emulation),
     mesh_rules=MeshRules(_partition_rule, _run_shard, ("reduce_dtype",)),
 )

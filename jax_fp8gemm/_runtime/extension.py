@@ -22,6 +22,7 @@ except ImportError as error:
 
 GEMM_TARGET = "jax_fp8gemm_gemm"
 GROUPED_GEMM_TARGET = "jax_fp8gemm_grouped_gemm"
+GROUPED_GATED_GEMM_TARGET = "jax_fp8gemm_grouped_gated_gemm"
 GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
 QUANTIZE_TARGET = "jax_fp8gemm_quantize"
 SWIGLU_QUANTIZE_TARGET = "jax_fp8gemm_swiglu_quantize"
@@ -39,6 +40,7 @@ EXPORT_CHECKS = tuple(
     for target in (
         GEMM_TARGET,
         GROUPED_GEMM_TARGET,
+        GROUPED_GATED_GEMM_TARGET,
         GROUPED_WGRAD_TARGET,
         QUANTIZE_TARGET,
         GATHER_QUANTIZE_TARGET,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from jax_fp8gemm._tuning import tile_config
+from jax_fp8gemm._tuning import gated_config, tile_config
 
 _OUTS = {
     "bf16": dict(out_f32=False, accumulate=False),
@@ -32,7 +32,7 @@ _GEMM_FAMILIES = (
 def gemm_kernels(
     num_sms: int, *, all_formats: bool = False, with_clusters: bool = False
 ) -> Iterator[dict[str, np.int32]]:
-    """Yields the attribute `config` of each GEMM kernel.
+    """Yields the attribute `config` of each GEMM kernel, those of "silu" alone of the gated ones.
 
     all_formats: the kernels with e5m2 operands too. with_clusters: the kernels of CLUSTER_CONFIGS
     too, which no call chooses.
@@ -44,6 +44,11 @@ def gemm_kernels(
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
             yield from (config.attributes(**cast(tile_config.Kernel, kernel)) for config in configs)
+    for (lhs_e5m2, rhs_e5m2), (e5m2, pow2_scale) in itertools.product(
+        formats(all_formats), formats(all_formats)
+    ):
+        of_operands: dict[str, Any] = dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
+        yield gated_config.attributes(num_sms, **of_operands, e5m2=e5m2, pow2_scale=pow2_scale)
 
 
 def formats(all_formats: bool) -> list[tuple[bool, bool]]:

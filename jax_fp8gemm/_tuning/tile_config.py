@@ -7,6 +7,8 @@ gets.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import ml_dtypes
@@ -28,6 +30,12 @@ class Kernel(TypedDict):
     num_sms: int
     grouping: NotRequired[int]
     transpose_out: NotRequired[bool]
+
+
+# What the attribute `config` says of h where a product is not gated.
+_NO_H = dict.fromkeys(
+    ("gated", "h_e5m2", "h_pow2_scale", "activation", "limit", "alpha", "up_offset"), 0
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +63,19 @@ class TileConfig:
     cluster_m: int = 1
     cluster_n: int = 1
 
-    def attributes(self, **kernel: Unpack[Kernel]) -> dict[str, np.int32]:
-        """Returns the members of the attribute `config` of an FFI call."""
+    def attributes(
+        self, h: Mapping[str, Any] = MappingProxyType({}), /, **kernel: Unpack[Kernel]
+    ) -> dict[str, np.int32]:
+        """Returns the members of the attribute `config` of an FFI call.
+
+        h: what they say of the h of a gated product (_primitives/grouped_gated_gemm.py).
+        """
         members: dict[str, Any] = {
+            **_NO_H,
             "grouping": 0,
             "transpose_out": False,
             **dataclasses.asdict(self),
+            **h,
         }
         members |= kernel
         return {key: np.int32(value) for key, value in members.items()}

@@ -31,7 +31,7 @@ def fused_mlp(specs: Specs, operands: MlpOperands) -> jax.Array:
     x, w_gate_up, w_down, biases, groups = operands
     rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
     w = products.transposed_weights(specs, w_gate_up, w_down, biases)
-    return products.forward(specs, rows, w, groups, is_differentiated=False)[0]
+    return products.forward_alone(specs, rows, w, groups)
 
 
 def _fwd(specs: Specs, operands: MlpOperands) -> tuple[jax.Array, _Kept]:
@@ -40,7 +40,7 @@ def _fwd(specs: Specs, operands: MlpOperands) -> tuple[jax.Array, _Kept]:
     recipe = specs.into.recipe
     column_block = recipe.wgrad_lhs_block
     rows, x_columns = _rows_and_columns(specs.into, recipe.fwd, x, groups, column_block)
-    out, residuals = products.forward(specs, rows, w, groups, is_differentiated=True)
+    out, residuals = products.forward(specs, rows, w, groups)
     return out, (name_residual("lhs", x_columns), residuals, kept, groups)
 
 

@@ -121,7 +121,7 @@ def _layer(specs: Specs, operands: Operands) -> jax.Array:
     args = quantize_args(specs.into, specs.into.recipe.fwd)
     (copies,) = gather_quantize(operands.x, rows.token, None, *rows.groups, mode="row", **args)
     w = products.transposed_weights(specs, operands.w_gate_up, operands.w_down, operands.biases)
-    out, _ = products.forward(specs, copies, w, rows.groups, is_differentiated=False)
+    out = products.forward_alone(specs, copies, w, rows.groups)
     return _add_up(specs, out, rows, operands.weights)
 
 
@@ -133,7 +133,7 @@ def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
     experts, w = products.weights_both_ways(
         specs, operands.w_gate_up, operands.w_down, operands.biases
     )
-    out, residuals = products.forward(specs, copies, w, rows.groups, is_differentiated=True)
+    out, residuals = products.forward(specs, copies, w, rows.groups)
     x_columns = name_residual("lhs", x_columns)
     kept = Kept(x_columns, residuals, experts, out, rows, operands.weights)
     return _add_up(specs, out, rows, operands.weights), kept

@@ -6,6 +6,7 @@ blocks of each operand along the contraction. The right column names the kernel.
 
     gate_up       = x   [1x128 along d]    . w_gate_up[i] [128x128]              1d2d
     h             = act(gate) * up                                               swiglu_quantize.py
+    (both at once, in a forward pass alone)                                 grouped_gated_gemm.py
     out           = h   [1x128 along f]    . w_down[i]    [128x128]              1d2d
 
     dh            = dout [1x128 along d]   . w_down[i]^T  [128x128]              1d2d
@@ -37,6 +38,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data.groups import Groups
@@ -46,6 +48,7 @@ from jax_fp8gemm._ops.product import gemm_as
 from jax_fp8gemm._ops.product_spec import DType, ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
 from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
+from jax_fp8gemm._primitives.grouped_gated_gemm import grouped_gated_gemm, is_faster
 from jax_fp8gemm._primitives.grouped_gemm import UnusedRows
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_grad_quantize, swiglu_quantize
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
@@ -124,18 +127,15 @@ def gate_up_product(
     return add_bias(gate_up, w.biases.gate_up, groups)
 
 
-def down_product(
-    specs: Specs, gate_up: jax.Array, w: Experts, groups: Groups | None, *, with_columns: bool
-) -> tuple[jax.Array, ScaledArray | None]:
-    """Returns out (m, d), by transposed weights, and if with_columns the columns of h."""
-    h, h_columns = hidden(specs, gate_up, groups, with_columns=with_columns)
+def down_product(specs: Specs, h: ScaledArray, w: Experts, groups: Groups | None) -> jax.Array:
+    """Returns out (m, d) of the quantised rows of h, by transposed weights."""
     down = specs.down
     of_out = down.shardings.out, specs.unused_rows
     out = _row_product(down, down.out_dtype, h, w.down, groups, *of_out)
     if w.biases is None:
-        return out, h_columns
+        return out
     assert groups is not None  # gated_mlp has no biases
-    return add_bias(out, w.biases.down, groups), h_columns
+    return add_bias(out, w.biases.down, groups)
 
 
 def hidden(
@@ -149,6 +149,25 @@ def hidden(
     return swiglu_quantize(
         gate_up, *(groups or ()), activation=activation, pieces=pieces, **how, **args
     )
+
+
+def hidden_of_rows(
+    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None
+) -> ScaledArray:
+    """Returns h (m, f) of the quantised rows, by transposed weights, where nobody reads gate_up.
+
+    Large groups have one kernel for it, which does not store gate_up. The bits are the same.
+    """
+    into, down = specs.into, specs.down
+    is_plain = w.biases is None and specs.pieces == 1 and into.out_dtype == jnp.bfloat16
+    if groups is not None and is_plain:
+        (g, n, k), m = w.gate_up.shape, rows.shape[0]
+        if is_faster(m, k, n // 2, g):
+            args = quantize_args(down, down.recipe.fwd)
+            how: dict[str, Any] = dict(activation=specs.activation, **args)
+            return grouped_gated_gemm(rows, w.gate_up, *groups, **how)
+    gate_up = gate_up_product(specs, rows, w, groups)
+    return hidden(specs, gate_up, groups, with_columns=False)[0]
 
 
 def hidden_gradient(
@@ -212,18 +231,24 @@ def bias_gradients(
     return Biases(*with_auto_axes(run, (gate_up, dh, dout, groups), whole))
 
 
+def forward_alone(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None) -> jax.Array:
+    """Returns the experts' results, of which no gradient is taken."""
+    return down_product(specs, hidden_of_rows(specs, rows, w, groups), w, groups)
+
+
 def forward(
-    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None, *, is_differentiated: bool
+    specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None
 ) -> tuple[jax.Array, Residuals]:
     """Returns the experts' results, and what `backward` needs.
 
     Under jit, a residual that no cotangent needs is not computed.
     """
     gate_up = gate_up_product(specs, rows, w, groups)
-    kept = name_residual("out", keep(specs.into, gate_up) if is_differentiated else gate_up)
+    kept = name_residual("out", keep(specs.into, gate_up))
     gate_up = gate_up if isinstance(kept, ScaledArray) else kept
-    with_columns = is_differentiated and specs.down.rhs_dtype is not None
-    out, h_columns = down_product(specs, gate_up, w, groups, with_columns=with_columns)
+    with_columns = specs.down.rhs_dtype is not None
+    h, h_columns = hidden(specs, gate_up, groups, with_columns=with_columns)
+    out = down_product(specs, h, w, groups)
     return name_residual("out", out), Residuals(name_columns(kept, h_columns), kept)
 
 

@@ -8,6 +8,7 @@
 
 #include "copy_rows/copy_rows.h"
 #include "gemm/gemm.h"
+#include "gemm/grouped_gated_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
 #include "quantize/quantize.h"
@@ -20,6 +21,8 @@ using namespace jax_fp8gemm;
 const Op kGemm = {"gemm", GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler};
 const Op kGroupedGemm = {"grouped_gemm", GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler,
                          GroupedGemmExecuteHandler};
+const Op kGroupedGatedGemm = {"grouped_gated_gemm", GroupedGatedGemmInstantiateHandler,
+                              GroupedGatedGemmPrepareHandler, GroupedGatedGemmExecuteHandler};
 const Op kGroupedWgrad = {"grouped_wgrad", GroupedWgradInstantiateHandler,
                           GroupedWgradPrepareHandler, GroupedWgradExecuteHandler};
 const Op kQuantize = {"quantize", QuantizeInstantiateHandler, QuantizePrepareHandler,
@@ -28,7 +31,7 @@ const Op kCopyRows = {"copy_rows", CopyRowsInstantiateHandler, CopyRowsPrepareHa
                       CopyRowsExecuteHandler};
 const Op kSumRows = {"sum_rows", SumRowsInstantiateHandler, SumRowsPrepareHandler,
                      SumRowsExecuteHandler};
-const Op* const kOps[6] = {&kGemm,     &kGroupedGemm, &kGroupedWgrad,
+const Op* const kOps[7] = {&kGemm,     &kGroupedGemm, &kGroupedGatedGemm, &kGroupedWgrad,
                            &kQuantize, &kCopyRows,    &kSumRows};
 
 namespace {
@@ -64,7 +67,9 @@ int32_t Case::Get(const std::string& member) const {
   return 0;
 }
 
-const Op& ProductOf(int32_t grouping) {
+const Op& ProductOf(const Case& c) {
+  if (c.Get("gated")) return kGroupedGatedGemm;
+  const int32_t grouping = c.Get("grouping");
   return grouping == 1 ? kGroupedGemm : grouping == 2 ? kGroupedWgrad : kGemm;
 }
 

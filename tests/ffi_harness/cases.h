@@ -20,9 +20,10 @@ struct Op {
   XLA_FFI_Handler* prepare;
   XLA_FFI_Handler* execute;
 };
-extern const Op kGemm, kGroupedGemm, kGroupedWgrad, kQuantize, kCopyRows, kSumRows;
+extern const Op kGemm, kGroupedGemm, kGroupedGatedGemm, kGroupedWgrad, kQuantize, kCopyRows,
+    kSumRows;
 // All of them.
-extern const Op* const kOps[6];
+extern const Op* const kOps[7];
 
 struct Case {
   std::string name;
@@ -54,8 +55,7 @@ std::vector<Case> ReadCases(const std::string& path);
 // A call that must succeed, of a random operation, config and shape.
 Case LegalCase(Random& random, const ConfigLists& lists);
 
-// A call that must succeed with this config. `op`: of the three products, the one that the config's
-// grouping says.
+// A call that must succeed with this config. `op`: of the products, the one that ProductOf says.
 Case LegalGemm(Random& random, const Config& config);
 Case LegalQuantize(Random& random, const Config& config);
 Case LegalCopyRows(Random& random, const Config& config);
@@ -64,8 +64,8 @@ Case LegalSumRows(Random& random, const Config& config);
 // Gives every buffer an address of its own, as XLA would.
 void PlaceBuffers(Case& c);
 
-// The operation that takes gemm configs of this grouping.
-const Op& ProductOf(int32_t grouping);
+// The operation that takes the gemm config of the case.
+const Op& ProductOf(const Case& c);
 
 std::string Describe(const Case& c);
 

@@ -13,7 +13,14 @@ from itertools import product
 from package_configs import ACTIVATIONS, NUM_SMS, config_text
 from shapes import Shape
 
-from jax_fp8gemm._tuning import copy_rows_config, quantize_config, sum_rows_config, tile_config
+from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._tuning import (
+    copy_rows_config,
+    gated_config,
+    quantize_config,
+    sum_rows_config,
+    tile_config,
+)
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
 
 # Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
@@ -150,6 +157,10 @@ def _grouped_cases() -> list[Case]:
     masked = replace(cases[-1], name="grouped rows, unused rows left", clears_unused=False)
     ragged = replace(cases[-2], name="grouped rows, 8192 rows, unused left", clears_unused=False)
     cases += [masked, ragged]
+    for activation, e5m2 in product(("silu", *ACTIVATIONS), (False, True)):
+        cases.append(_gated(activation, 65536, 16, e5m2=e5m2))
+    for m in (4001, 4100):
+        cases.append(_gated("silu", m, 9, pow2_scale=True))
     for config in tile_config.configs(GROUPED_CONTRACTION, is_1d1d=True):
         for out in ("bf16", "f32", "accumulate"):
             name = f"grouped contraction {_tile_name(config)} {out}"
@@ -173,6 +184,30 @@ def _grouped_rows(name: str, config: TileConfig, out: str, m: int, g: int) -> Ca
     rets = {"out": (out, (m, n)), "next_tile": ("i32", (1,))}
     attributes = _attributes(config, is_1d1d=False, out=out, grouping=GROUPED_ROWS)
     return Case(name, "grouped_gemm", attributes, args, rets)
+
+
+def _gated(activation: Activation, m: int, g: int, *, e5m2=False, pow2_scale=False) -> Case:
+    f, k = 2048, 7168
+    how = dict(e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
+    config = gated_config.attributes(NUM_SMS, lhs_e5m2=False, rhs_e5m2=e5m2, **how)
+    number = config["activation"]
+    fmt = "e5m2" if e5m2 else "pow2" if pow2_scale else "e4m3"
+    name = f"grouped gated {quantize_config.ACTIVATIONS[number]} {fmt}, {m} rows, {g} groups"
+    args = {
+        "lhs": ("f8e4m3fn", (m, k)),
+        "lhs_scale": ("f32", (m, num_blocks(k))),
+        "rhs": ("f8e5m2" if e5m2 else "f8e4m3fn", (g * 2 * f, k)),
+        "rhs_scale": ("f32", (g * num_blocks(2 * f), num_blocks(k))),
+        "group_sizes": ("i32", (g,)),
+        "first_row": ("i32", (1,)),
+    }
+    rets = {
+        "h": ("f8e5m2" if e5m2 else "f8e4m3fn", (m, f)),
+        "h_scale": ("f32", (m, num_blocks(f))),
+        "next_tile": ("i32", (1,)),
+    }
+    attributes = {name: int(value) for name, value in config.items()}
+    return Case(name, "grouped_gated_gemm", attributes, args, rets)
 
 
 def _grouped_contraction(

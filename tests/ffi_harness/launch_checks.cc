@@ -68,7 +68,8 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   const int32_t grouping = c.Get("grouping");
   check.RequirePointer(params.lhs_scale, "lhs_scale");
   check.RequirePointer(params.rhs_scale, "rhs_scale");
-  check.RequirePointer(params.out, "out");
+  check.RequirePointer(params.out, c.Get("gated") ? "h" : "out");
+  check.RequirePointer(params.out_scale, "h_scale");
   check.RequirePointer(params.accum, "accum");
   check.RequirePointer(params.group_sizes, "group_sizes");
   check.RequirePointer(params.first_row, "first_row");
@@ -82,7 +83,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1 || (is_plain && ends_inside));
   check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale", m % 4 == 0);
   check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
-  check.RequireMap(params.out_map, "out_map", "out", c.Get("num_slabs") > 0);
+  check.RequireMap(params.out_map, "out_map", "out", c.Get("num_slabs") > 0 && !c.Get("gated"));
   check.Require(params.lhs_rows == m, "lhs_rows must be the rows of lhs");
   const unsigned cluster = c.Get("cluster_m") * c.Get("cluster_n");
   check.Require(launch.cluster == cluster, "the cluster must be the config's");
@@ -213,7 +214,8 @@ std::string WorkFault(const Case& c, const fake::Work& work) {
   }
   const bool clears_out =
       c.attributes.rows_per_group.value_or(0) != 0 && c.attributes.clears_unused == 1;
-  const size_t num_memsets = c.op == &kGroupedGemm ? 1 + clears_out : 0;
+  const bool counts_tiles = c.op == &kGroupedGemm || c.op == &kGroupedGatedGemm;
+  const size_t num_memsets = counts_tiles ? 1 + clears_out : 0;
   check.Require(work.memsets.size() == num_memsets, "fills: of next_tile and of a masked out");
   for (const fake::Memset& memset : work.memsets) CheckMemset(c, memset, check);
   return check.fault();

@@ -40,7 +40,7 @@ def _tensor_maps(case: Case) -> dict:
     c = case.config
     lhs_type, (m, k) = case.args["lhs"]
     rhs_type, (rhs_rows, _) = case.args["rhs"]
-    out_type, (out_rows, out_columns) = case.rets["out"]
+    out_type, (out_rows, out_columns) = case.rets["h" if c["gated"] else "out"]
     is_ragged_rows = c["grouping"] == 1
     # Where lhs ends inside a tile, only its rows are loaded: in plain 1d2d products, and where no
     # cluster shares lhs.
@@ -60,7 +60,9 @@ def _tensor_maps(case: Case) -> dict:
     box = (slab_columns if c["transpose_out"] else 64, slab_columns)
     return {
         "lhs": operand("lhs", lhs_type, m, c["block_m"] // c["cluster_n"]),
-        "rhs": operand("rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"]),
+        "rhs": operand(
+            "rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"] // (1 + c["gated"])
+        ),
         "lhs_part": operand("lhs", lhs_type, m, part_rows) if part_rows else None,
         # Rows of 4 m bytes, and TMA wants multiples of 16. Groups start anywhere in a box.
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
@@ -68,7 +70,7 @@ def _tensor_maps(case: Case) -> dict:
         else None,
         "rhs_scale_map": scales("rhs_scale", rhs_rows, c["block_n"]) if c["is_1d1d"] else None,
         "out_map": _tensor_map("out", out_type, out_rows, out_columns, box, slab_bytes)
-        if c["num_slabs"]
+        if c["num_slabs"] and not c["gated"]
         else None,
     }
 
@@ -76,7 +78,9 @@ def _tensor_maps(case: Case) -> dict:
 def _gemm(case: Case) -> dict:
     c = case.config
     m, k = case.args["lhs"][1]
-    n = case.args["rhs"][1][0] if c["grouping"] != 1 else case.rets["out"][1][1]
+    n = case.args["rhs"][1][0]
+    if c["grouping"] == 1:
+        n = 2 * case.rets["h"][1][1] if c["gated"] else case.rets["out"][1][1]
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0
     clears_out = bool(case.rows_per_group) and case.clears_unused
     name_if = lambda name, condition: name if condition else None
@@ -84,7 +88,8 @@ def _gemm(case: Case) -> dict:
         "lhs_scale": "lhs_scale",
         "rhs_scale": "rhs_scale",
         "accum": name_if("out", c["accumulate"]),
-        "out": "out",
+        "out": "h" if c["gated"] else "out",
+        "out_scale": name_if("h_scale", c["gated"]),
         "m": m,
         "n": n,
         "k": k,
@@ -94,7 +99,9 @@ def _gemm(case: Case) -> dict:
         "group_sizes": name_if("group_sizes", c["grouping"]),
         "first_row": name_if("first_row", c["grouping"] == 1),
         "next_tile": name_if("next_tile", c["grouping"] == 1),
-        "clears_rest": int(c["grouping"] == 1 and not case.rows_per_group and case.clears_unused),
+        "clears_rest": int(
+            c["grouping"] == 1 and not (case.rows_per_group or c["gated"]) and case.clears_unused
+        ),
     }
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],

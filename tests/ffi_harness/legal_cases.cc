@@ -75,6 +75,20 @@ void AddGroupedRows(Random& random, Case& c) {
   c.rets = {{"out", c.Get("out_f32") ? kF32 : kBf16, {m, n}, 0}, {"next_tile", kS32, {1}, 0}};
 }
 
+void AddGroupedGated(Random& random, Case& c) {
+  const auto [m, n, k] = ProductExtents(random, false);
+  const int64_t g = Groups(random), f = Multiple(std::min<int64_t>(n, 65536), 128);
+  c.args = {{"lhs", Fp8(c.Get("lhs_e5m2")), {m, k}, 0},
+            {"lhs_scale", kF32, {m, Blocks(k)}, 0},
+            {"rhs", Fp8(c.Get("rhs_e5m2")), {g * 2 * f, k}, 0},
+            {"rhs_scale", kF32, {g * Blocks(2 * f), Blocks(k)}, 0},
+            {"group_sizes", kS32, {g}, 0},
+            {"first_row", kS32, {1}, 0}};
+  c.rets = {{"h", Fp8(c.Get("h_e5m2")), {m, f}, 0},
+            {"h_scale", kF32, {m, Blocks(f)}, 0},
+            {"next_tile", kS32, {1}, 0}};
+}
+
 void AddGroupedContraction(Random& random, Case& c) {
   auto [m, n, k] = ProductExtents(random, false);
   if (c.Get("transpose_out")) std::swap(m, n);
@@ -144,8 +158,10 @@ void AddQuantizeResults(Case& c, const std::vector<int64_t>& batch, int64_t m, i
 Case LegalGemm(Random& random, const Config& config) {
   Case c = {};
   c.attributes.config = config;
-  c.op = &ProductOf(c.Get("grouping"));
-  if (c.op == &kGroupedGemm) {
+  c.op = &ProductOf(c);
+  if (c.op == &kGroupedGatedGemm) {
+    AddGroupedGated(random, c);
+  } else if (c.op == &kGroupedGemm) {
     AddGroupedRows(random, c);
   } else if (c.op == &kGroupedWgrad) {
     AddGroupedContraction(random, c);

@@ -95,6 +95,7 @@ std::string GemmText(const Case& c, const fake::Launch& launch) {
   object.Add("next_tile", PointerName(c, params.next_tile));
   object.Add("first_part", params.first_part);
   object.Add("clears_rest", params.clears_rest);
+  object.Add("out_scale", PointerName(c, params.out_scale));
   return object.Get();
 }
 

@@ -7,7 +7,8 @@ _ext = pytest.importorskip("jax_fp8gemm._ext")
 
 _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=4,
              num_slabs=0, cluster_m=1, cluster_n=1, is_1d1d=0, out_f32=0, accumulate=0, lhs_e5m2=0,
-             rhs_e5m2=0, transpose_out=0, grouping=0, num_sms=132)  # fmt: skip
+             rhs_e5m2=0, transpose_out=0, grouping=0, num_sms=132, gated=0, activation=0, limit=0,
+             alpha=0, up_offset=0, h_e5m2=0, h_pow2_scale=0)  # fmt: skip
 _QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, source=1, activation=0, limit=0,
                  alpha=0, up_offset=0)  # fmt: skip
 
@@ -85,6 +86,31 @@ def test_the_error_of_a_config_out_of_range_computes_nothing_from_it(bad):
     with pytest.raises(ValueError, match="config must have block_m, .* 0 or 1; got fp8") as error:
         _ext.compile_gemm(_GEMM | bad)
     assert "bytes of shared memory" not in str(error.value)
+
+
+_GATED = _GEMM | dict(gated=1, grouping=1, block_n=256, num_slabs=1)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(block_n=128), "gated must go with groups of rows.*; got fp8"),
+        (dict(grouping=0), "gated must go with groups of rows.*, gated 1"),
+        (dict(out_f32=1), "gated must go with groups of rows, bf16.*_f32"),
+        (dict(num_slabs=2), "gated must go with .* and a slab; got .*_slabs2"),
+        (dict(gated=0, activation=1), "activation, .* must be 0 without gated.* activation 1"),
+        (dict(gated=0, h_e5m2=1), "h_e5m2 and h_pow2_scale must be 0 without.* h_e5m2 1"),
+        (dict(gated=0, h_pow2_scale=1), "must be 0 without gated.* h_pow2_scale 1"),
+        (dict(limit=1), "0 without; got .*, activation 0, limit 1, alpha 0"),
+        (dict(activation=4), "limit above 0, with activation 4.*, activation 4, limit 0"),
+        (dict(activation=5), "activation 0..4, flags 0 or 1; got .*bad_activation"),
+        (dict(gated=2), "activation 0..4, flags 0 or 1; got "),
+    ],
+    ids=str,
+)
+def test_a_gated_config_of_no_kernel_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        _ext.compile_gemm(_GATED | bad)
 
 
 @pytest.mark.parametrize("flag", ["e5m2", "pow2_scale", "ragged"])

@@ -27,6 +27,7 @@ def test_the_targets_have_the_three_stages():
     assert set(registrations) == {
         extension.GEMM_TARGET,
         extension.GROUPED_GEMM_TARGET,
+        extension.GROUPED_GATED_GEMM_TARGET,
         extension.GROUPED_WGRAD_TARGET,
         extension.QUANTIZE_TARGET,
         extension.SWIGLU_QUANTIZE_TARGET,

@@ -65,6 +65,7 @@ def test_xla_may_record_every_handler_into_a_command_buffer(run):
     assert [line.split()[0] for line in lines] == [
         "gemm",
         "grouped_gemm",
+        "grouped_gated_gemm",
         "grouped_wgrad",
         "quantize",
         "copy_rows",
@@ -135,7 +136,16 @@ def test_launches_are_those_that_are_checked_in(launches):
 
 
 @pytest.mark.parametrize(
-    "op", ["gemm", "grouped_gemm", "grouped_wgrad", "quantize", "copy_rows", "sum_rows"]
+    "op",
+    [
+        "gemm",
+        "grouped_gemm",
+        "grouped_gated_gemm",
+        "grouped_wgrad",
+        "quantize",
+        "copy_rows",
+        "sum_rows",
+    ],
 )
 def test_launches_are_what_follows_from_shapes_and_config(launches, op):
     cases = [case for case in golden_cases.all_cases() if case.op == op]
@@ -177,7 +187,7 @@ def test_host_and_device_agree_on_structs_and_constants(folder):
     ("right", "wrong"),
     [
         ("MEMBER(GemmParams, raster, 816)", "MEMBER(GemmParams, raster, 820)"),
-        ("first_part, clears_rest)", "first_part, clears_rest, one_more)"),
+        ("clears_rest, out_scale)", "clears_rest, out_scale, one_more)"),
         ("STRUCT(QuantizeParams, 128", "STRUCT(QuantizeParams, 120"),
         ("CONSTANT(2048, kPieceBytes", "CONSTANT(1024, kPieceBytes"),
         ("CONSTANT(1024, kMaxGroups", "CONSTANT(512, kMaxGroups"),

@@ -137,7 +137,7 @@ def branch_of_forward_pass(**options):
 def test_a_branch_launches_little_besides_our_kernels():
     """The GPU waits for each launch behind a branch, until the first long kernel runs."""
     lines = branch_of_forward_pass()
-    first = next(i for i, line in enumerate(lines) if "jax_fp8gemm_grouped_gemm" in line)
+    first = next(i for i, line in enumerate(lines) if "jax_fp8gemm_grouped_gated_gemm" in line)
     before = [line for line in lines[:first] if " fusion(" in line]
     assert len(before) == 1  # the sizes of groups
 
@@ -146,7 +146,7 @@ def test_a_branch_launches_little_besides_our_kernels():
 def test_strips_of_a_forward_pass_travel_back_beside_products(has_options):
     lines = branch_of_forward_pass(has_options=has_options)
     at = lambda pattern: [i for i, line in enumerate(lines) if re.search(pattern, line)]
-    products = at("custom_call_target=.jax_fp8gemm_grouped_gemm")
+    products = at("custom_call_target=.jax_fp8gemm_grouped_(gated_)?gemm")
     starts, ends = (at(rf" all-to-all-{kind}\(") for kind in ("start", "done"))
     assert len(products) == 1 + 2 and starts  # nothing runs beside the last strip
     assert starts[0] < products[2] < ends[0]

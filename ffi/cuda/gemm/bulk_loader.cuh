@@ -95,8 +95,13 @@ struct BulkLoader {
         load_operand<Config::kClusterN, Tile::kLhsBytes>(lhs, full, shared.lhs[ring.stage], k_block,
                                                          work.lhs_row, rank);
       }
-      load_operand<Config::kClusterM, Tile::kRhsBytes>(&params.rhs, full, shared.rhs[ring.stage],
-                                                       k_block, work.rhs_row, rank);
+#pragma unroll
+      for (int box = 0; box < Tile::kRhsBoxes; ++box) {
+        constexpr int kBoxBytes = Tile::kRhsBytes / Tile::kRhsBoxes;
+        load_operand<Config::kClusterM, kBoxBytes>(
+            &params.rhs, full, shared.rhs[ring.stage] + box * kBoxBytes, k_block,
+            work.rhs_row + (box > 0 ? params.n / 2 : 0), rank);
+      }
       if constexpr (kIsAligned) {
         tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
                     k_block);

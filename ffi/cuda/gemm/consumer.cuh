@@ -3,6 +3,7 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/exchanged_tile.cuh"
+#include "gemm/gated_epilogue.cuh"
 #include "gemm/main_loop.cuh"
 #include "gemm/scheduler.cuh"
 #include "gemm/transposed_epilogue.cuh"
@@ -49,7 +50,9 @@ struct Consumer {
             __any_sync(0xffffffff, work.num_k_blocks > 0)) {
           loop.multiply(Config::kBlockN % 128 == 0 ? 128 : 128 - work.column % 128);
         }
-        if constexpr (Config::kTransposesOut) {
+        if constexpr (Config::kIsGated) {
+          GatedEpilogue<Config>(loop.batches).store(row, work.row_end, work.column);
+        } else if constexpr (Config::kTransposesOut) {
           store_transposed(work, row);
         } else {
           store(row, work.row_end, work.column);

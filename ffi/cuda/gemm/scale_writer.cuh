@@ -112,7 +112,8 @@ struct ScaleWriter {
   __device__ __forceinline__ void prefetch_chunk(ColumnScales& scales, const Work& work,
                                                  int k_block) {
     scales.prefetch(params.rhs_scale, params.n, ceil_div(params.k, 128), work.rhs_scale_row,
-                    work.column, work.first_k_block + k_block);
+                    work.column, work.first_k_block + k_block,
+                    Config::kIsGated ? params.n / 2 / 128 : 1);
   }
 
   // Starts loading the first scales of a tile, if that tile exists.

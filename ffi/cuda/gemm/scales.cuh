@@ -81,14 +81,15 @@ struct BlockScales {
   float chunk[kNumBlocks], next_chunk[kNumBlocks];
 
   // scales: rows of num_k_blocks; `row` is that of the tile's first column block, `column` its
-  // first column of n.
+  // first column of n. row_step: from the row of a column block to that of the next one.
   __device__ __forceinline__ void prefetch(const float* scales, int n, int num_k_blocks, int row,
-                                           int column, int first_k_block) {
+                                           int column, int first_k_block, int row_step = 1) {
     const int k_block = first_k_block + threadIdx.x % kChunk;
 #pragma unroll
     for (int i = 0; i < kNumBlocks; ++i) {
       const bool is_inside = k_block < num_k_blocks && (column / 128 + i) * 128 < n;
-      next_chunk[i] = is_inside ? __ldg(scales + size_t(row + i) * num_k_blocks + k_block) : 0.f;
+      next_chunk[i] =
+          is_inside ? __ldg(scales + size_t(row + i * row_step) * num_k_blocks + k_block) : 0.f;
     }
   }
 

@@ -103,7 +103,7 @@ struct RaggedScheduler : DynamicWalk {
     locate_in_raster(tile - first_block * num_n, table.row_blocks_end[span] - first_block, num_n,
                      params.raster, m_idx, n_idx);
     Work work;
-    work.column = n_idx * Config::kBlockN;
+    work.column = n_idx * Tile<Config>::kBoxColumns;
     work.row = work.lhs_row = s.row + m_idx * Config::kBlockM;
     work.row_end = s.row_end;
     work.rhs_row = s.group * params.n + work.column;

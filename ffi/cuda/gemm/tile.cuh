@@ -19,7 +19,7 @@ struct GemmParams {
   const float* lhs_scale;   // [k/128][m]
   const float* rhs_scale;   // 1d2d: [n/128][k/128]; 1d1d: [k/128][n]
   const float* accum;       // kAccumulate: what the product is added to; the same memory as out
-  void* out;                // (m, n); kTransposesOut: (n, m)
+  void* out;                // (m, n); kTransposesOut: (n, m); kIsGated: (m, n/2)
   int m, n, k;              // of one group; m of all where groups cut the rows
   int lhs_rows;             // in memory
   int raster;               // cluster tiles along m that follow each other, see locate_in_raster
@@ -27,9 +27,10 @@ struct GemmParams {
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
   const int* first_row;
-  int* next_tile;   // groups of rows: 0, for TileQueue
-  int first_part;   // Tile::kCutsLast: see DenseScheduler
-  int clears_rest;  // groups of rows that follow each other: whether other rows become zeros
+  int* next_tile;    // groups of rows: 0, for TileQueue
+  int first_part;    // Tile::kCutsLast: see DenseScheduler
+  int clears_rest;   // groups of rows that follow each other: whether other rows become zeros
+  float* out_scale;  // kIsGated: [n/256][m]
 };
 
 struct Empty {};
@@ -71,12 +72,17 @@ struct Tile {
   // Groups of rows: whether short tiles exchange their operands (exchanged_tile.cuh).
   static constexpr bool kExchanges = grouping_of<Config>() == Grouping::kRows &&
                                      Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
-                                     Config::kBlockM == 128 && Config::kBlockN == 256;
+                                     Config::kBlockM == 128 && Config::kBlockN == 256 &&
+                                     !Config::kIsGated;
   // Whether the last tiles along m are loaded without the rows that lhs does not have. NOTE: a row
   // that TMA fills with zeros costs the whole device more than one that it loads.
   static constexpr bool kLoadsShort = grouping_of<Config>() == Grouping::kNone &&
                                       !Config::kIs1d1d && !Config::kAccumulate &&
                                       Config::kClusterN == 1;
+  // Boxes in which a tile of rhs is loaded. Gated, half of its columns are of gate, and the others,
+  // n / 2 further on, of up (gated_epilogue.cuh).
+  static constexpr int kRhsBoxes = Config::kIsGated ? 2 : 1;
+  static constexpr int kBoxColumns = Config::kBlockN / kRhsBoxes;
   static constexpr int kPartRows = 32;  // of which a group's last tile loads as many as it needs
   static constexpr int kLhsBytes = Config::kBlockM * kScaleBlock;
   static constexpr int kRhsBytes = Config::kBlockN * kScaleBlock;

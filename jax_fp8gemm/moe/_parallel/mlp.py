@@ -112,9 +112,9 @@ def forward(
     *,
     is_differentiated: bool,
 ) -> tuple[jax.Array, Kept]:
-    """Returns the result of expert_mlp, by transposed weights, and what `backward` needs.
+    """Returns the result of expert_mlp, by transposed weights, and what `backward` needs, if any.
 
-    is_differentiated: whether the columns of h are computed for it.
+    is_differentiated: whether there is a backward pass.
     """
     fmt = spec.products.into.recipe.fwd
     with_columns = is_differentiated and _keeps_columns(spec)
@@ -134,10 +134,13 @@ def forward(
         dtype = x.dtype if part.exchange.has_one_turn else jnp.float32
         back = partial(give_back, spec, part, plans[i], 0, fmt, dtype=dtype)
         # What a backward pass sends may travel beside the products of a forward pass.
-        how = dict(with_columns=with_columns, in_strips=not is_differentiated)
+        how = dict(with_columns=with_columns, keeps_gate_up=is_differentiated)
+        how |= dict(in_strips=not is_differentiated)
         out, found = results(spec, part, received, w, back, **how)
         sums, gate_up, h_columns = found
         outs.append(out)
+        if gate_up is None:
+            continue
         again = None if part.exchange.has_one_turn else name_residual("lhs", sent[i])
         received = name_residual("lhs", received)
         if not with_columns:

@@ -114,12 +114,14 @@ def results(
     give_back: GiveBack,
     *,
     with_columns: bool = False,
+    keeps_gate_up: bool = False,
     in_strips: bool = False,
 ) -> tuple[jax.Array, Results]:
     """Returns what give_back makes of the sums of all rows, and the results of the first turn.
 
     These have the sums of all rows too; or what is given back, with in_strips.
 
+    with_columns, keeps_gate_up: what the first turn has, as for forward_turn.
     in_strips: whether strips of columns are given back while others are computed, if the part has
       several. What travels then begins and ends in a branch, beside which XLA has nothing travel.
     """
@@ -131,7 +133,8 @@ def results(
 
     def first(strips: Strips = WHOLE) -> Results:
         how = spec.products, received, columns, first_rows, w
-        return forward_turn(*how, strips=strips, with_columns=with_columns)
+        kept: dict[str, Any] = dict(with_columns=with_columns, keeps_gate_up=keeps_gate_up)
+        return forward_turn(*how, strips=strips, **kept)
 
     def later(found: Results) -> Results:
         def sums(turn: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from jax_fp8gemm.moe._mlp_products import (
     gate_up_product,
     hidden,
     hidden_gradient,
+    hidden_of_rows,
 )
 from jax_fp8gemm.moe._mlp_specs import Specs
 from jax_fp8gemm.moe._parallel.exchange_kinds import TurnNumber
@@ -39,12 +40,12 @@ class Results(NamedTuple):
     Attributes:
       out: (r, d), the weighted sums of the rows of each received token; or what Strips.give_back
         makes of them.
-      gate_up: (rows, 2 f).
+      gate_up: (rows, 2 f); None where nobody reads it.
       h_columns: h, quantised along the tokens of each group; None where nobody reads it.
     """
 
     out: jax.Array
-    gate_up: jax.Array
+    gate_up: jax.Array | None
     h_columns: ScaledArray | None
 
 
@@ -84,6 +85,7 @@ def forward_turn(
     *,
     strips: Strips = WHOLE,
     with_columns: bool = False,
+    keeps_gate_up: bool = False,
 ) -> Results:
     """Returns what these rows give.
 
@@ -91,11 +93,16 @@ def forward_turn(
     strips: in which results are computed, and what is done with each.
     with_columns: whether h_columns is computed. gate_up then has its name of CHECKPOINT_NAMES: a
       policy that saves it alone has h_columns computed again from what is saved.
+    keeps_gate_up: whether gate_up is among the results; with_columns implies it.
     """
-    gate_up = _gate_up(products, received, rows, w)
-    if with_columns:
-        gate_up = name_residual("out", gate_up)
-    h, h_columns = hidden(products, gate_up, rows.groups, with_columns=with_columns)
+    if keeps_gate_up or with_columns:
+        gate_up = _gate_up(products, received, rows, w)
+        if with_columns:
+            gate_up = name_residual("out", gate_up)
+        h, h_columns = hidden(products, gate_up, rows.groups, with_columns=with_columns)
+    else:
+        lhs = copy_tokens(received.tokens, rows, products.into.implementation)
+        h, h_columns, gate_up = hidden_of_rows(products, lhs, w, rows.groups), None, None
     sums = partial(_sums, products.into, rows, received.weights, columns)
     out = down_product_in_strips(products, h, w, rows.groups, strips, sums)
     return Results(out, gate_up, h_columns)
