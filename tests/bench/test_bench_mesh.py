@@ -348,9 +348,23 @@ def test_refuses_one_device(family, monkeypatch, capsys):
     assert f"{family} needs at least two GPUs; got 1. Nothing measured." in capsys.readouterr().out
 
 
-def test_steps_are_timed_after_a_warm_up():
+@pytest.mark.parametrize(
+    "seconds, num_calls",
+    [
+        (1.0, 3),
+        (0.016, 3 + 13),  # three steps take less than 0.2 s, and 13 do not
+    ],
+)
+def test_steps_are_timed_after_a_warm_up(monkeypatch, seconds, num_calls):
     calls = []
-    call = timer.Call(lambda: calls.append(0) or np.zeros(()), jax_queue(), max_repeat=2)
+
+    def step():
+        calls.append(0)
+        return np.zeros(())
+
+    monkeypatch.setattr(mesh.time, "perf_counter", lambda: len(calls) * seconds)
+    call = timer.Call(step, jax_queue(), max_repeat=2)
     timing = measure_rounds({"": call}, Rounds(20, 1, sampler=mesh.sample_steps))[""]
-    assert isinstance(timing, Timing) and timing.timer == "wall" and timing.us > 0
-    assert len(calls) == 2 + 2 * 3  # to warm up, and two samples
+    assert isinstance(timing, Timing) and timing.timer == "wall"
+    assert timing.us == pytest.approx(seconds * 1e6)
+    assert len(calls) == 2 + 2 * num_calls  # to warm up, and two samples
