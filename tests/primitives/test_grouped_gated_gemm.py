@@ -185,7 +185,8 @@ def test_the_kernel_is_refused_on_cpu():
     [
         (65536, 7168, 2048, 16, True),  # DeepSeek-V3 on 16 GPUs
         (16384, 4096, 14336, 8, True),  # Mixtral
-        (2048, 7168, 2048, 32, False),  # short groups
+        (8192, 7168, 2048, 32, True),  # groups of 256 rows
+        (4096, 7168, 2048, 32, False),  # short groups
         (65536, 7168, 2000, 16, False),  # no whole scale blocks
         (0, 7168, 2048, 16, False),
     ],
