@@ -139,7 +139,7 @@ def test_a_branch_launches_little_besides_our_kernels():
     lines = branch_of_forward_pass()
     first = next(i for i, line in enumerate(lines) if "jax_fp8gemm_grouped_gated_gemm" in line)
     before = [line for line in lines[:first] if " fusion(" in line]
-    assert len(before) == 1  # the sizes of groups
+    assert len(before) <= 1  # the sizes of groups
 
 
 @pytest.mark.parametrize("has_options", [True, False])
