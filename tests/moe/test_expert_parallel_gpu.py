@@ -18,7 +18,7 @@ from test_mesh_gpu import place
 from benchmarks.families.hlo_text import products_beside
 from benchmarks.families.mesh import moved_bytes
 from jax_fp8gemm._data.recipe import BF16, DEEPSEEK_V3, Recipe
-from jax_fp8gemm.moe import moe_layer, route
+from jax_fp8gemm.moe import _mlp_products, moe_layer, route
 from jax_fp8gemm.moe._parallel import exchange as _exchange
 from jax_fp8gemm.moe._parallel import expert_spec as _expert_spec
 from jax_fp8gemm.moe._parallel import strips as _strips
@@ -190,6 +190,24 @@ def test_strips_have_the_bits_of_the_whole(traced_anew, monkeypatch, name, skew)
     reference.assert_same_bits(found, expected)
     for _ in range(3):
         reference.assert_same_bits(strips(*operands), found)
+
+
+@pytest.mark.parametrize("skew", [0.0, 5.0], ids=["one turn", "several on one GPU"])
+def test_h_of_one_kernel_has_the_bits_of_two(traced_anew, monkeypatch, skew):
+    """In a forward pass that is not differentiated."""
+    monkeypatch.setattr(_expert_spec, "_MIN_ROWS", 128)
+    operands = spread(skew)[:-1]
+    target = 'custom_call_target="jax_fp8gemm_grouped_gated_gemm"'
+    how = dict(mesh=one_axis(), expert_axis="x", implementation=gpu_cases.IMPLEMENTATION)
+    results = []
+    for at_once in (True, False):
+        monkeypatch.setattr(_mlp_products, "is_faster", lambda *sizes, found=at_once: found)
+        jax.clear_caches()
+        run = lambda x, indices, weights, *rest: moe_layer(x, (indices, weights), *rest, **how)
+        program = jax.jit(run).lower(*operands).compile(gpu_cases.COMPILER_OPTIONS)
+        assert (target in program.as_text()) == at_once
+        results.append(program(*operands))
+    reference.assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
