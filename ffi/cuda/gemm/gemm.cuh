@@ -4,7 +4,8 @@
 //   out[i, j] = sum over k-blocks b of lhs_scale[i, b] * rhs_scale[j', b] * (lhs[i, b] . rhs[j, b])
 //
 // lhs (m, k) and rhs (n, k) are e4m3 or e5m2, row-major ("K-major"); a k-block is 128 of k.
-// 1d2d: j' = j / 128. 1d1d: j' = j. out is bf16 or f32.
+// 1d2d: j' = j / 128. 1d1d: j' = j. out is bf16 or f32. A gated product is [gate | up], and stores
+// its h as FP8 with 1x128 scales (gated_epilogue.cuh).
 //
 // Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
