@@ -11,6 +11,8 @@ stored. A forward pass alone can do without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import jax
@@ -21,6 +23,7 @@ from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._data.rounding import block_types
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._primitives import grouped_gemm
+from jax_fp8gemm._primitives.gemm import twins_of_rhs
 from jax_fp8gemm._primitives.joint import define_joint_primitive
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize_p
@@ -54,6 +57,7 @@ def grouped_gated_gemm(
     first_row: jax.Array,
     *,
     activation: Activation,
+    reduce_dtype: Any = jnp.float32,
     **args: Unpack[QuantizeArgs],
 ) -> ScaledArray:
     """Returns h (m, f), quantised along its rows.
@@ -63,13 +67,16 @@ def grouped_gated_gemm(
       rhs: (g, 2 f, k), block (128, 128), gate | up. f is a multiple of 128.
       group_sizes: (g,) int32. first_row: (1,) int32, the row at which the first group starts.
       activation: that of gated.py.
+      reduce_dtype: as for grouped_gemm. The kernel has no partial sums.
       args: the FP8 dtype of h, pow2_scale and the implementation.
     On a GPU a row of no group may hold anything, NaN too.
     """
     operands = *values_and_scale(lhs), *values_and_scale(rhs), group_sizes, first_row
     values, scale = grouped_gated_gemm_p(
         *operands,
+        twins=twins_of_rhs(rhs),
         activation=activation,
+        reduce_dtype=jnp.dtype(reduce_dtype),
         e5m2=jnp.dtype(args["dtype"]) == jnp.float8_e5m2,
         pow2_scale=bool(args["pow2_scale"]),
         implementation=args["implementation"],
@@ -96,12 +103,19 @@ _PRODUCT: dict[str, Any] = dict(
 )
 
 
-def apart(*operands, implementation, activation: Activation, e5m2: bool, pow2_scale: bool):
+def apart(
+    *operands,
+    implementation,
+    activation: Activation,
+    reduce_dtype: Any,
+    e5m2: bool,
+    pow2_scale: bool,
+    twins: Mapping[int, jax.Array] = MappingProxyType({}),
+):
     """Computes h by two primitives."""
-    how: dict[str, Any] = dict(reduce_dtype=jnp.dtype(jnp.float32), implementation=implementation)
-    (gate_up,) = grouped_gemm.grouped_gemm_p(
-        *operands, **_PRODUCT | dict(unused_rows="undefined"), **how
-    )
+    how: dict[str, Any] = dict(reduce_dtype=reduce_dtype, implementation=implementation)
+    how |= _PRODUCT | dict(unused_rows="undefined")
+    (gate_up,) = grouped_gemm.grouped_gemm_p(*operands, twins=twins, **how)
     return swiglu_quantize_p(
         gate_up,
         *operands[-2:],
@@ -123,6 +137,7 @@ def _ffi_call(
     first_row,
     *,
     activation: Activation,
+    reduce_dtype: Any,
     e5m2: bool,
     pow2_scale: bool,
 ):

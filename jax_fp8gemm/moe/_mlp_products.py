@@ -164,8 +164,8 @@ def hidden_of_rows(
         (g, n, k), m = w.gate_up.shape, rows.shape[0]
         if is_faster(m, k, n // 2, g):
             args = quantize_args(down, down.recipe.fwd)
-            how: dict[str, Any] = dict(activation=specs.activation, **args)
-            return grouped_gated_gemm(rows, w.gate_up, *groups, **how)
+            how: dict[str, Any] = dict(activation=specs.activation, reduce_dtype=into.reduce_dtype)
+            return grouped_gated_gemm(rows, w.gate_up, *groups, **how, **args)
     gate_up = gate_up_product(specs, rows, w, groups)
     return hidden(specs, gate_up, groups, with_columns=False)[0]
 

@@ -20,9 +20,17 @@ from jax_fp8gemm._primitives.grouped_gated_gemm import (
     grouped_gated_gemm_p,
     is_faster,
 )
+from jax_fp8gemm._primitives.joint import APART
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 M, K, F, SIZES = 60, 200, 128, (17, 0, 30)
+PARAMS = dict(
+    activation="silu",
+    e5m2=False,
+    pow2_scale=False,
+    reduce_dtype=jnp.dtype(jnp.float32),
+    implementation=None,
+)
 TARGET = "jax_fp8gemm_grouped_gated_gemm"
 
 
@@ -44,7 +52,7 @@ def of_h(activation="silu", dtype=E4M3, pow2_scale=False, implementation=None):
 
 def bound(operands, **how):
     lhs, rhs, *groups = operands
-    how = dict(activation="silu", e5m2=False, pow2_scale=False, implementation=None) | how
+    how = PARAMS | how
     return grouped_gated_gemm_p(lhs.values, lhs.scale, rhs.values, rhs.scale, *groups, **how)
 
 
@@ -82,6 +90,7 @@ def test_against_float64(activation, dtype, pow2_scale):
 def test_it_has_the_bits_of_its_parts(implementation, activation):
     lhs, rhs, *groups = operands = arrays()
     how = dict(activation=activation, e5m2=True, pow2_scale=True, implementation=implementation)
+    how = PARAMS | how
     found = bound(operands, **how)
     expected = apart(lhs.values, lhs.scale, rhs.values, rhs.scale, *groups, **how)
     for x, y in zip(found, expected, strict=True):
@@ -129,6 +138,25 @@ def test_on_a_mesh_its_parts_are_divided(axis_type):
     reference.assert_same_bits(found.scale, expected.scale)
     assert TARGET not in targets(text)
     assert text.count("custom_call @CustomSPMDPartitioning") == 2
+
+
+def test_a_mesh_gets_the_twin_of_the_weights_and_the_dtype_of_partial_sums():
+    lhs, _, *groups = arrays()
+    w = jnp.asarray(normal(len(SIZES), K, 2 * F, seed=1))
+    rhs = quantize(w, block=(128, 128), with_transpose=True).T
+    run = partial(grouped_gated_gemm, **of_h(), reduce_dtype=jnp.bfloat16)
+    (eqn,) = (
+        eqn
+        for eqn in jax.make_jaxpr(run)(lhs, rhs, *groups).jaxpr.eqns
+        if eqn.primitive.name == TARGET
+    )
+    assert eqn.params["twin_of"] == (2, 3) and eqn.params["reduce_dtype"] == jnp.bfloat16
+    parts = jax.make_jaxpr(partial(APART[TARGET], **eqn.params))(*(x.aval for x in eqn.invars))
+    product, _ = parts.jaxpr.eqns
+    assert product.params["twin_of"] == (2, 3) and product.params["reduce_dtype"] == jnp.bfloat16
+    assert targets(lowered(run, lhs, rhs, *groups)) == [TARGET]
+    expected = run(lhs, ScaledArray(rhs.values, rhs.scale, block=rhs.block), *groups)
+    reference.assert_same_bits(jax.jit(run)(lhs, rhs, *groups).values, expected.values)
 
 
 def test_in_a_shard_map_it_is_one_kernel():

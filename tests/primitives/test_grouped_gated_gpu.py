@@ -31,7 +31,7 @@ def _groups(sizes, first_row=FIRST_ROW):
 
 def _how(activation="silu", fmt=E4M3, pow2_scale=False):
     how = dict(e5m2=fmt == E5M2, pow2_scale=pow2_scale, implementation=IMPLEMENTATION)
-    return dict(activation=activation, **how)
+    return dict(activation=activation, reduce_dtype=jnp.dtype(jnp.float32), **how)
 
 
 def _of_groups(arrays, groups):
