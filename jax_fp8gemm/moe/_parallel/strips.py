@@ -22,8 +22,9 @@ from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange
 from jax_fp8gemm.moe._parallel.parts import after
 
 _NUM_STRIPS = 2
-# Of a strip, from all other devices. It is assumed: 2 GPUs of DeepSeek-V3's sizes have 59 MB.
-_MIN_STRIP_BYTES = 16 << 20
+# Of a strip, from all other devices. Two GPUs of DeepSeek-V3's sizes have 59 MB, and lose by
+# strips. Four have 176 MB, and gain.
+_MIN_STRIP_BYTES = 100_000_000
 # NCCL's kernel of an all_to_all has as many CTAs, on four H200s. With 24 multiprocessors left to
 # it, or none, it began when the product ended.
 _COLLECTIVE_SMS = 32
