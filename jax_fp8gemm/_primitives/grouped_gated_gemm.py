@@ -36,13 +36,15 @@ _BLOCK = formats.SCALE_BLOCK
 _LEAST_ROWS = 256
 
 
-def is_faster(m: Any, k: int, f: int, num_groups: int) -> bool:
+def is_faster(m: Any, k: Any, f: Any, num_groups: int) -> bool:
     """Returns whether this primitive is the faster way to h, and can compute it.
 
     That is so where gate_up alone would be computed in tiles of 128x256, and groups fill them.
-    Nobody knows where m is symbolic.
+    Nobody knows where an extent is symbolic.
     """
-    if not isinstance(m, int) or f % _BLOCK or m < _LEAST_ROWS * num_groups:
+    if not all(isinstance(extent, int) and extent > 0 for extent in (m, k, f)):
+        return False
+    if f % _BLOCK or m < _LEAST_ROWS * num_groups:
         return False
     kernel: dict[str, Any] = dict(is_1d1d=False, out_f32=False, accumulate=False)
     chosen = choose.choose(m, 2 * f, k, num_groups, **kernel, num_sms=hopper.NUM_SMS)

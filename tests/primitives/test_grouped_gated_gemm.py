@@ -217,6 +217,8 @@ def test_the_kernel_is_refused_on_cpu():
         (4096, 7168, 2048, 32, False),  # short groups
         (65536, 7168, 2000, 16, False),  # no whole scale blocks
         (0, 7168, 2048, 16, False),
+        (65536, 0, 2048, 16, False),
+        (65536, 7168, 0, 16, False),
     ],
 )
 def test_which_products_it_is_faster_for(m, k, f, num_groups, expected):
@@ -226,3 +228,5 @@ def test_which_products_it_is_faster_for(m, k, f, num_groups, expected):
 def test_a_symbolic_number_of_rows_is_left_to_the_parts():
     (m,) = jax.export.symbolic_shape("m")
     assert not is_faster(m, 7168, 2048, 16)
+    assert not is_faster(65536, m, 2048, 16)
+    assert not is_faster(65536, 7168, m, 16)
