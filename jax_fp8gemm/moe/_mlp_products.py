@@ -232,7 +232,7 @@ def bias_gradients(
 
 
 def forward_alone(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None) -> jax.Array:
-    """Returns the experts' results, of which no gradient is taken."""
+    """Returns the experts' results for a caller that takes no gradient of them."""
     return down_product(specs, hidden_of_rows(specs, rows, w, groups), w, groups)
 
 

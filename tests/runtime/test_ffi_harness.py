@@ -60,17 +60,20 @@ def run(folder, inputs, tmp_path):
     return run
 
 
+_OPS = [
+    "gemm",
+    "grouped_gemm",
+    "grouped_gated_gemm",
+    "grouped_wgrad",
+    "quantize",
+    "copy_rows",
+    "sum_rows",
+]
+
+
 def test_xla_may_record_every_handler_into_a_command_buffer(run):
     lines = run("handlers").splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "gemm",
-        "grouped_gemm",
-        "grouped_gated_gemm",
-        "grouped_wgrad",
-        "quantize",
-        "copy_rows",
-        "sum_rows",
-    ]
+    assert [line.split()[0] for line in lines] == _OPS
     assert all(line.endswith(" command-buffer") for line in lines)
 
 
@@ -135,18 +138,7 @@ def test_launches_are_those_that_are_checked_in(launches):
     assert launches == expected
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "gemm",
-        "grouped_gemm",
-        "grouped_gated_gemm",
-        "grouped_wgrad",
-        "quantize",
-        "copy_rows",
-        "sum_rows",
-    ],
-)
+@pytest.mark.parametrize("op", _OPS)
 def test_launches_are_what_follows_from_shapes_and_config(launches, op):
     cases = [case for case in golden_cases.all_cases() if case.op == op]
     assert len(cases) >= 12
