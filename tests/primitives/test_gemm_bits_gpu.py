@@ -1,5 +1,6 @@
 """The contract of the bits: every config, every m, every run gives what the bit model predicts."""
 
+import dataclasses
 import functools
 
 import gpu_cases
@@ -67,6 +68,19 @@ def test_every_config_gives_the_same_bits(family, config):
     given = accum.copy()
     compiled = gpu_cases.compile_with(config, add, given, lhs, rhs, donate_argnums=0)
     gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected, f"{config} accumulating")
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
+@pytest.mark.parametrize("num_k_blocks", [1, 2, 3, 5])
+def test_two_copying_lanes_share_a_ring_of_any_depth(num_stages, num_k_blocks):
+    """Tiles of one consumer, several a CTA, that begin anywhere in the ring and at either lane."""
+    config = dataclasses.replace(tile_config.TILE_64X32, num_accums=2, num_stages=num_stages)
+    lhs, rhs = gpu_cases.operands(2, (1543, 776, 128 * num_k_blocks - 16), FAMILIES["1d2d"])
+    expected = gpu_cases.multiply(lhs, rhs)  # by a tile of several consumers, which have one lane
+    out_type = jax.ShapeDtypeStruct(expected.shape, expected.dtype)
+    for _ in range(3):
+        out = gpu_cases.run_poisoned(gpu_cases.multiply, (lhs, rhs), out_type, config)
+        gpu_cases.assert_same(out, expected, f"{config}")
 
 
 @each_config

@@ -19,6 +19,7 @@ struct Batches {
   // What the batches of one k-block need from it besides the operands.
   struct KBlock {
     uint32_t stage;
+    uint32_t scale_row;  // kReadsScalesLate: where this thread's scales are in the stage
     // The scales of this thread's two rows in each 64: rows 16 warp + lane / 4 and 8 further on. In
     // 1d2d they are multiplied by the scale of each column block, unless column blocks meet inside
     // a batch.
@@ -69,9 +70,23 @@ struct Batches {
     return mbarrier_test(&shared.full[ring.stage], ring.phase);
   }
 
+  // Whether the next kCount k-blocks are there.
+  template <int kCount>
+  __device__ __forceinline__ bool are_ready() const {
+    typename Tile::Ring next = ring;
+    bool are = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      are &= mbarrier_test(&shared.full[next.stage], next.phase);
+      next.advance();
+    }
+    return are;
+  }
+
   // Waits for the next k-block, reads its scales and moves on.
   __device__ __forceinline__ void prepare(KBlock& block) {
     wait();
+    enter(block);
     read_scales(block);
     advance();
   }
@@ -85,17 +100,23 @@ struct Batches {
     asm volatile("" : "+r"(scale_row));
   }
 
-  // Reads the scales of the k-block in the current stage and points the descriptors at it. NOTE:
-  // the scales of parts are read here and not in scale_parts. From there ptxas moves the load
-  // between two wgmma, where it waits for the pipe of shared memory: 128x192/192 took 11 % longer.
-  __device__ __forceinline__ void read_scales(KBlock& block) {
+  // Points the descriptors at the k-block in the current stage.
+  __device__ __forceinline__ void enter(KBlock& block) {
     block.stage = ring.stage;
+    if constexpr (Tile::kReadsScalesLate) block.scale_row = scale_row;
     lhs_stage = lhs_tile + ring.stage * (Tile::kLhsBytes / 16);
     rhs_stage = rhs_tile + ring.stage * (Tile::kRhsBytes / 16);
+  }
+
+  // Reads the scales of a k-block. NOTE: the scales of parts are read here and not in scale_parts.
+  // From there ptxas moves the load between two wgmma, where it waits for the pipe of shared
+  // memory: 128x192/192 took 11 % longer.
+  __device__ __forceinline__ void read_scales(KBlock& block) {
+    const uint32_t row = Tile::kReadsScalesLate ? block.scale_row : scale_row;
     if constexpr (Tile::kSplitSub) {
 #pragma unroll
       for (int i = 0; i < Tile::kColumnScales; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(&shared.rhs_scale[ring.stage][i]);
+        const float4 four = *reinterpret_cast<const float4*>(&shared.rhs_scale[block.stage][i]);
         block.parts[i] = four.x, block.parts[i + 1] = four.y;
         block.parts[i + 2] = four.z, block.parts[i + 3] = four.w;
       }
@@ -104,12 +125,12 @@ struct Batches {
     for (int mi = 0; mi < Tile::kMSubs; ++mi) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lhs_scale = shared.lhs_scale[ring.stage][scale_row + mi * 64 + half * 8];
+        const float lhs_scale = shared.lhs_scale[block.stage][row + mi * 64 + half * 8];
 #pragma unroll
         for (int i = 0; i < kNumScales; ++i) {
           block.scale[i][mi][half] = Config::kIs1d1d || Tile::kSplitSub
                                          ? lhs_scale
-                                         : __fmul_rn(lhs_scale, shared.rhs_scale[ring.stage][i]);
+                                         : __fmul_rn(lhs_scale, shared.rhs_scale[block.stage][i]);
         }
       }
     }

@@ -1,4 +1,5 @@
-// The producer's first warp: loads operands and scales into the ring of stages.
+// The producer's first warp, and its third one where two share the work: loads operands and scales
+// into the ring of stages.
 #pragma once
 
 #include "gemm/pipeline.cuh"
@@ -16,6 +17,7 @@ struct BulkLoader {
 
   const GemmParams& params;
   typename Tile::SharedStorage& shared;
+  const int loader;  // of Tile::kNumLoaders
 
   // Copies, by one lane, everything that is copied in bulk. kIsAligned: has_scale_map(). NOTE:
   // every instruction of this lane in a k-block costs, although it mostly waits: with one branch
@@ -34,6 +36,11 @@ struct BulkLoader {
         load_k_blocks<kIsAligned>(work, late, work.num_k_blocks, rank, ring);
       } else if (grouping_of<Config>() == Grouping::kRows && count_parts(work) < kNumParts) {
         load_k_blocks<kIsAligned, true>(work, 0, work.num_k_blocks, rank, ring);
+      } else if constexpr (Tile::kNumLoaders > 1) {
+        Ring own = ring;
+        own.skip(loader);
+        load_k_blocks<kIsAligned>(work, loader, work.num_k_blocks, rank, own);
+        ring.skip(work.num_k_blocks);
       } else {
         load_k_blocks<kIsAligned>(work, 0, work.num_k_blocks, rank, ring);
       }
@@ -58,9 +65,10 @@ struct BulkLoader {
   }
   __device__ __forceinline__ int num_short_rows() const { return params.m % Config::kBlockM; }
 
-  // Loads k-blocks first .. end-1 of a tile. kInParts: only the parts of lhs that have rows of the
-  // group are loaded. Of a short tile, only the rows that lhs has. What an earlier tile left behind
-  // these rows reaches only rows of the result that are not stored.
+  // Loads k-blocks first .. end-1 of a tile, or every second one if there are two loaders, from the
+  // stage of the first on. kInParts: only the parts of lhs that have rows of the group are loaded.
+  // Of a short tile, only the rows that lhs has. What an earlier tile left behind these rows
+  // reaches only rows of the result that are not stored.
   template <bool kIsAligned, bool kInParts = false>
   __device__ __forceinline__ void load_k_blocks(const Work& work, int first, int end, uint32_t rank,
                                                 Ring& ring) const {
@@ -72,7 +80,7 @@ struct BulkLoader {
       lhs_bytes = num_short_rows() * Tile::kScaleBlock;
     }
 #pragma unroll 1
-    for (int j = first; j < end; ++j) {
+    for (int j = first; j < end; j += Tile::kNumLoaders) {
       const int k_block = work.first_k_block + j;
       Barrier* full = &shared.full[ring.stage];
       mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -112,7 +120,8 @@ struct BulkLoader {
         tma_load_2d(&params.rhs_scale_map, full, shared.rhs_scale[ring.stage], work.column,
                     k_block);
       }
-      ring.advance();
+#pragma unroll
+      for (int i = 0; i < Tile::kNumLoaders; ++i) ring.advance();
     }
   }
 

@@ -9,8 +9,8 @@
 //
 // Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
-//   producer   the last warpgroup; warp 0, one lane: everything that is copied in bulk;
-//              warp 1: single scales; warps 2 and 3 idle
+//   producer   the last warpgroup; warp 0, one lane: everything that is copied in bulk, or half of
+//              it, and warp 2 the other half; warp 1: single scales; the others idle
 //
 // Pipelines:
 //   full[stage]   arrivals: full_arrivals(), and the copied bytes; awaited by the consumers
@@ -88,9 +88,9 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
   if (warpgroup == Config::kNumConsumers) {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_dec<Config::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
-    if (warp == 0) {
+    if (warp == 0 || (Tile::kNumLoaders > 1 && warp == 2)) {
       if (elect_one()) {
-        BulkLoader<Config, Scheduler> loader{params, shared};
+        BulkLoader<Config, Scheduler> loader{params, shared, warp / 2};
         has_scale_map<Config::kBlockM>(params.lhs_rows) ? loader.template run<true>()
                                                         : loader.template run<false>();
       }

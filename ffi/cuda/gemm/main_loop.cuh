@@ -18,9 +18,10 @@ struct MainLoop {
     if constexpr (Config::kNumAccums == 1) {
       multiply_by_one(boundary);
     } else {
+      bool are_ready = false;  // kReadsScalesLate: the k-blocks of the next loop trip
 #pragma unroll 1
       for (int i = 0; i < batches.num_k_blocks / Tile::kGroup; ++i)
-        run_batches<-Tile::kAhead>(boundary);
+        run_batches<-Tile::kAhead>(boundary, are_ready);
 #pragma unroll 1
       for (int i = 0; i < batches.num_k_blocks % Tile::kGroup; ++i) {
         batches.prepare(batches.blocks[0]);
@@ -76,6 +77,7 @@ struct MainLoop {
   // Returns whether the next one is there.
   __device__ __forceinline__ bool multiply_k_block(int boundary) {
     bool is_full;
+    batches.enter(batches.blocks[0]);
     batches.read_scales(batches.blocks[0]);
 #pragma unroll
     for (int batch = 0; batch < Tile::kSubs; ++batch) {
@@ -99,21 +101,50 @@ struct MainLoop {
   // flight. Carrying wgmma over the back edge of the loop makes ptxas serialise all of them
   // (C7514).
   template <int kBatch>
-  __device__ __forceinline__ void run_batches(int boundary) {
+  __device__ __forceinline__ void run_batches(int boundary, bool& are_ready) {
     if constexpr (kBatch < Tile::kBatches) {
       constexpr int kNext = kBatch + Tile::kAhead;
       if constexpr (kNext < Tile::kBatches) {
         if constexpr (kNext % Tile::kSubs == 0)
-          batches.prepare(batches.blocks[kNext / Tile::kSubs]);
+          prepare(batches.blocks[kNext / Tile::kSubs], are_ready);
         batches.issue(kNext);
         if constexpr (Tile::kReadColumnsEarly) batches.read_columns(kNext);
       }
+      if constexpr (Tile::kReadsScalesLate) read_scales_late<kBatch, kNext>(are_ready);
       if constexpr (kBatch >= 0) {
         batches.scale_parts(kBatch);
         wgmma_wait<(kNext < Tile::kBatches ? Tile::kAhead : Tile::kBatches - 1 - kBatch)>();
         batches.finish(kBatch, boundary);
       }
-      run_batches<kBatch + 1>(boundary);
+      run_batches<kBatch + 1>(boundary, are_ready);
+    }
+  }
+
+  __device__ __forceinline__ void prepare(typename Batches<Config>::KBlock& block, bool are_ready) {
+    if constexpr (Tile::kReadsScalesLate) {
+      if (!are_ready) batches.wait();
+      batches.enter(block);
+      batches.advance();
+    } else {
+      batches.prepare(block);
+    }
+  }
+
+  // Reads scales once batch kNext is queued: before the first promotion those of all k-blocks so
+  // far, later those of the k-block that kNext begins. When all batches are queued, it tests the
+  // barriers of the next loop trip. The tensor cores are busy meanwhile. NOTE: a wgmma waits for
+  // scales that are still being read.
+  template <int kBatch, int kNext>
+  __device__ __forceinline__ void read_scales_late(bool& are_ready) {
+    constexpr int kQueued = kNext < Tile::kBatches ? kNext : Tile::kBatches - 1;
+    if constexpr (kBatch == 0) {
+#pragma unroll
+      for (int i = 0; i <= kQueued / Tile::kSubs; ++i) batches.read_scales(batches.blocks[i]);
+    } else if constexpr (kBatch > 0 && kNext < Tile::kBatches && kNext % Tile::kSubs == 0) {
+      batches.read_scales(batches.blocks[kNext / Tile::kSubs]);
+    }
+    if constexpr (kBatch >= 0 && kNext == Tile::kBatches - 1) {
+      are_ready = batches.template are_ready<Tile::kGroup>();
     }
   }
 };

@@ -19,6 +19,13 @@ struct RingCursor {
       phase ^= 1;
     }
   }
+
+  // Moves on by any number of stages.
+  __device__ __forceinline__ void skip(uint32_t count) {
+    const uint32_t position = stage + count;
+    stage = position % kNumStages;
+    phase ^= position / kNumStages & 1;
+  }
 };
 
 // Arrivals that complete a phase of the full barrier: the lane that starts the bulk copies and

@@ -54,8 +54,12 @@ struct DenseScheduler : StaticWalk<Config> {
     const int unit = tile - part + part / Config::kNumConsumers;
     const int num_units_m = ceil_div(params.m, Config::kBlockM * Config::kClusterM);
     const int num_units_n = ceil_div(params.n, Config::kBlockN * Config::kClusterN);
-    int m_idx, n_idx;
-    locate_in_raster(unit, num_units_m, num_units_n, params.raster, m_idx, n_idx);
+    int m_idx = 0, n_idx = unit;
+    // NOTE: products of few rows have one row of tiles. The divisions would take 0.2 us, 2-4 % of
+    // their time.
+    if (!Tile::kIsSmall || num_units_m > 1) {
+      locate_in_raster(unit, num_units_m, num_units_n, params.raster, m_idx, n_idx);
+    }
     const int rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
     Work work;
     work.row = (m_idx * Config::kClusterM + (Config::kClusterM > 1 ? rank : 0)) * Config::kBlockM;

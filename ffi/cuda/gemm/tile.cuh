@@ -79,6 +79,21 @@ struct Tile {
   static constexpr bool kLoadsShort = grouping_of<Config>() == Grouping::kNone &&
                                       !Config::kIs1d1d && !Config::kAccumulate &&
                                       Config::kClusterN == 1;
+  // Whether products of few rows may get such tiles.
+  static constexpr bool kIsSmall =
+      !Config::kIs1d1d && Config::kBlockM <= 128 && Config::kBlockN <= 128;
+  // Tiles of one consumer have little to multiply in a k-block. How long one takes is decided by
+  // the lane that starts its copies, and by what the consumer does between two wgmma. So two lanes
+  // start the copies of every second k-block each, and the consumer reads scales, and tests the
+  // next barriers, while all batches of a loop trip are queued.
+  static constexpr bool kIsShallow = grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d &&
+                                     !Config::kAccumulate && Config::kNumConsumers == 1 &&
+                                     Config::kClusterSize == 1;
+  // NOTE: parity tells only two phases of a barrier apart. A lane waits for a stage that the other
+  // one may have used last. It has then waited, up to 3 k-blocks before, for a stage that consumers
+  // gave back later than that one. So there must be at least 3 stages.
+  static constexpr int kNumLoaders = kIsShallow && Config::kNumStages > 2 ? 2 : 1;
+  static constexpr bool kReadsScalesLate = kIsShallow && Config::kNumAccums > 1;
   // Boxes in which a tile of rhs is loaded. Gated, half of its columns are of gate, and the others,
   // n / 2 further on, of up (gated_epilogue.cuh).
   static constexpr int kRhsBoxes = Config::kIsGated ? 2 : 1;
