@@ -4,7 +4,7 @@
 
 A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
 loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of 59
-configs on 102 shapes drawn at random, on an H200, and three of them again to 170 other shapes
+configs on 102 shapes drawn at random, on an H200, and some of them again to 170 other shapes
 (docs/experiments/gemm-choice.md). The purpose is to rank configs. Weight gradients and grouped
 products have cost.py.
 """
@@ -34,7 +34,7 @@ _L2_BYTES_PER_CLOCK_OF_ALL = 8680
 # A row of a k-block begins in the middle of a line of 128 bytes of the L2 unless 128 divides k, and
 # in the middle of a sector of 32 unless 32 does. It then takes the L2 this much longer.
 _SPLIT_LINE, _SPLIT_SECTOR = 1.26, 2.2
-_SPLIT_LATENCY = 0.2  # the part of it that latency grows by
+_SPLIT_LATENCY = 0.2  # the part of it that latency grows by, where one lane copies
 
 _LATENCY_CLOCKS = {1: 233, 2: 233, 4: 176}  # least clocks of a k-block, by accumulators
 _CLUSTER = 1.12  # CTAs of a cluster wait for each other
@@ -88,7 +88,8 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * _SCALE_BLOCK * split
     loading = num_bytes * busy / _L2_BYTES_PER_CLOCK_OF_ALL
-    latency = _LATENCY_CLOCKS[c.num_accums] * (1 + _SPLIT_LATENCY * (split - 1))
+    growth = _SPLIT_LATENCY * (split - 1) if c.num_consumers > 1 else 0.0
+    latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
     clocks = max(_overlap(multiplying, loading), latency)
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
 
