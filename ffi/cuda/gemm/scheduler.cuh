@@ -57,7 +57,7 @@ struct DenseScheduler : StaticWalk<Config> {
     int m_idx = 0, n_idx = unit;
     // NOTE: products of few rows have one row of tiles. The divisions would take 0.2 us, 2-4 % of
     // their time.
-    if (!Tile::kIsSmall || num_units_m > 1) {
+    if (!Tile::kIsForFewRows || num_units_m > 1) {
       locate_in_raster(unit, num_units_m, num_units_n, params.raster, m_idx, n_idx);
     }
     const int rank = Config::kClusterSize > 1 ? cluster_rank() : 0;

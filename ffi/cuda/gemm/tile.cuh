@@ -80,7 +80,7 @@ struct Tile {
                                       !Config::kIs1d1d && !Config::kAccumulate &&
                                       Config::kClusterN == 1;
   // Whether products of few rows may get such tiles.
-  static constexpr bool kIsSmall =
+  static constexpr bool kIsForFewRows =
       !Config::kIs1d1d && Config::kBlockM <= 128 && Config::kBlockN <= 128;
   // Tiles of one consumer have little to multiply in a k-block. How long one takes is decided by
   // the lane that starts its copies, and by what the consumer does between two wgmma. So two lanes
