@@ -66,7 +66,8 @@ def peak_bytes(program: jax.stages.Compiled) -> int | None:
 
 def tile_text(c: TileConfig) -> str:
     """The tile config in short; docs/benchmarks.md says how to read it."""
+    cluster = f"{c.cluster_m}x{c.cluster_n}" + (f"x{c.cluster_k}" if c.cluster_k > 1 else "")
     return (
         f"{c.block_m}x{c.block_n}/{c.sub_n} w{c.num_consumers} a{c.num_accums} s{c.num_stages} "
-        f"d{c.num_slabs} c{c.cluster_m}x{c.cluster_n}"
+        f"d{c.num_slabs} c{cluster}"
     )

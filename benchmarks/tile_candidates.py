@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jax_fp8gemm._tuning.tile_config import TileConfig, configs
+from jax_fp8gemm._tuning.tile_config import TileConfig, configs, split_k_configs
 
 _SMEM_BYTES = 232448  # of a CTA
 _LISTED = configs(is_1d1d=False)
@@ -32,11 +32,12 @@ _LARGE = """
 """
 
 
-def candidates(m: int) -> Sequence[TileConfig]:
-    """The configs to time for m rows of lhs."""
+def candidates(m: int, k: int) -> Sequence[TileConfig]:
+    """The configs to time for m rows of lhs and a contraction of k."""
     if m <= 64:
         few = [_deepest(64, n, n if n < 128 else 64, 1, 4 if n <= 48 else 2, 0) for n in _WIDTHS]
-        return _unique((*few, *(c for c in _LISTED if c.block_m <= 128)))
+        listed = (c for c in _LISTED if c.block_m <= 128)
+        return _unique((*few, *listed, *split_k_configs(m, k)))
     if m <= 192:
         return _unique((*_LISTED, *_parse(_MIDDLE)))
     if m <= 1024:
@@ -46,7 +47,7 @@ def candidates(m: int) -> Sequence[TileConfig]:
 
 def all_candidates() -> Sequence[TileConfig]:
     """Every config that some m has."""
-    return _unique(c for m in (1, 192, 512, 4096) for c in candidates(m))
+    return _unique(c for m in (1, 16, 192, 512, 4096) for c in candidates(m, 2048))
 
 
 def _parse(table: str) -> list[TileConfig]:

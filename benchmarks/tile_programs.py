@@ -47,7 +47,7 @@ def programs_of(shape: Shape, threads: concurrent.futures.Executor) -> dict[Tile
     operands = [jax.ShapeDtypeStruct(s, d) for s, d in _operand_types(shape)]
     row_major, column_major = (0, 1), (1, 0)
     futures = {}
-    for config in candidates(shape.m):
+    for config in candidates(shape.m, shape.k):
         multiply = jax.ffi.ffi_call(
             extension.GEMM_TARGET,
             jax.ShapeDtypeStruct((shape.m, shape.n or 0), jnp.bfloat16),

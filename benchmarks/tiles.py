@@ -11,7 +11,7 @@ from benchmarks.timing.timer import Call
 from jax_fp8gemm._tuning import choose, tile_config
 from jax_fp8gemm._tuning.tile_config import TileConfig
 
-_PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)")
+_PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)(?:x(\d+))?")
 
 
 def parse_tile(text: str) -> TileConfig:
@@ -20,7 +20,7 @@ def parse_tile(text: str) -> TileConfig:
     if match is None:
         example = tile_text(tile_config.CONFIGS[0])
         raise ValueError(f"bench: --tile must look like '{example}' or be 'all'; got '{text}'")
-    return TileConfig(*map(int, match.groups()))
+    return TileConfig(*map(int, match.groups(default="1")))
 
 
 def with_tiles(cases: Sequence[Case], texts: Sequence[str]) -> Iterator[Case]:

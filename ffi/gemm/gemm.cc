@@ -42,6 +42,11 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                            "2^30; got lhs ", ShapeText(lhs), ", rhs ", ShapeText(rhs),
                            ". Pad lhs and rhs with zeros.");
   }
+  if (config.cluster_k > 1 && k > MostSplitK(config)) {
+    return InvalidArgument("gemm: k must be at most ", MostSplitK(config), " with ",
+                           KernelName(config), "; got lhs ", ShapeText(lhs), ", rhs ",
+                           ShapeText(rhs), ". Take a config without cluster_k.");
+  }
   return ffi::Error::Success();
 }
 

@@ -11,6 +11,9 @@
 namespace jax_fp8gemm {
 namespace {
 
+// Mirrors kNumAccums of SplitK, which waits for as many stages at once.
+constexpr int32_t kLeastSplitStages = 4;
+
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // Registers a thread after the roles split. A CTA has 65536, 512 a thread of one warpgroup; at
@@ -49,17 +52,18 @@ bool IsInRange(const GemmConfig& c) {
   return is_in(c.block_m, 8, 256) && is_in(c.block_n, 8, 256) && is_in(c.sub_n, 8, 256) &&
          is_in(c.num_consumers, 1, 3) && is_in(c.num_accums, 1, 8) && is_in(c.num_stages, 2, 32) &&
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
-         c.num_sms >= c.cluster_m * c.cluster_n && is_flag(c.is_1d1d) && is_flag(c.transpose_out) &&
-         is_flag(c.out_f32) && is_flag(c.accumulate) && is_flag(c.lhs_e5m2) &&
-         is_flag(c.rhs_e5m2) && is_flag(c.gated) && is_flag(c.h_e5m2) && is_flag(c.h_pow2_scale) &&
-         IsActivation(c.activation) &&
+         (c.cluster_k == 1 || c.cluster_k == 4 || c.cluster_k == 8) &&
+         c.num_sms >= c.cluster_m * c.cluster_n * c.cluster_k && is_flag(c.is_1d1d) &&
+         is_flag(c.transpose_out) && is_flag(c.out_f32) && is_flag(c.accumulate) &&
+         is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) && is_flag(c.gated) && is_flag(c.h_e5m2) &&
+         is_flag(c.h_pow2_scale) && IsActivation(c.activation) &&
          is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
 }
 
 constexpr const char* kRanges =
     "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
-    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, num_sms >= cluster_m * "
-    "cluster_n, grouping 0..2, activation 0..4, flags 0 or 1";
+    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, cluster_k 1, 4 or 8, "
+    "num_sms >= cluster_m * cluster_n * cluster_k, grouping 0..2, activation 0..4, flags 0 or 1";
 
 // What the name of a kernel says of h.
 std::string GatedName(const GemmConfig& config) {
@@ -70,9 +74,26 @@ std::string GatedName(const GemmConfig& config) {
 
 static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 
+// What must hold in a config with cluster_k above 1, or null if all does.
+const char* BrokenSplitRule(const GemmConfig& c) {
+  const bool is_tile = (c.block_m == 8 || c.block_m == 16) && c.block_n == 64 &&
+                       c.sub_n == c.block_m && c.num_consumers == 2 && c.num_slabs == 0;
+  if (!is_tile || c.cluster_m * c.cluster_n != 1 || c.num_stages < kLeastSplitStages ||
+      c.num_accums > kLeastSplitStages) {
+    return "cluster_k must go with tiles of 8x64 or 16x64, sub_n = block_m, 2 consumers, no slabs, "
+           "no other cluster, and num_accums <= 4 <= num_stages";
+  }
+  if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated) {
+    return "cluster_k must go with dense products with 128x128 scales of rhs, without "
+           "transpose_out and accumulate";
+  }
+  return nullptr;
+}
+
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {
   // First: what follows divides by the number of wgmmas side by side.
+  if (c.cluster_k > 1) return BrokenSplitRule(c);
   if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
     return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 128, 144, 160 or 192";
   }
@@ -141,7 +162,17 @@ std::string KernelName(const GemmConfig& config) {
                 config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
                 config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
                 config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
-                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n);
+                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n,
+                config.cluster_k > 1 ? StrCat("x", config.cluster_k) : "");
+}
+
+int64_t MostSplitK(const GemmConfig& config) {
+  // Mirrors SplitK in cuda/gemm/split_k.cuh: barriers, results and scales, stages.
+  constexpr int64_t kMostKBlocks = 16 * 32, kBarriersBytes = 1024;
+  const int64_t stage_bytes = (int64_t{config.block_m} + config.block_n) * kScaleBlock;
+  const int64_t k_block_bytes = config.block_m * (config.block_n / config.cluster_k + 1) * 4;
+  const int64_t room = kMaxSmemBytes - kBarriersBytes - kLeastSplitStages * stage_bytes;
+  return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
 }
 
 int64_t SlabColumns(const GemmConfig& config) {
@@ -149,6 +180,7 @@ int64_t SlabColumns(const GemmConfig& config) {
 }
 
 int64_t DynamicSmemBytes(const GemmConfig& config) {
+  if (config.cluster_k > 1) return kMaxSmemBytes;
   // Mirrors Tile::SharedStorage in cuda/gemm/tile.cuh, member by member.
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
@@ -215,7 +247,9 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
     add("kPow2Scale", config.h_pow2_scale != 0);
     text += ActivationMembers(ActivationOf(config));
   }
-  return {name, text + "};\n#include \"gemm/gemm.cuh\"\n"};
+  if (config.cluster_k > 1) add("kClusterK", config.cluster_k);
+  const char* kernel = config.cluster_k > 1 ? "split_k" : "gemm";
+  return {name, StrCat(text, "};\n#include \"gemm/", kernel, ".cuh\"\n")};
 }
 
 }  // namespace jax_fp8gemm

@@ -156,7 +156,8 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
                                CeilDiv(params.n, int64_t{config.block_n} * config.cluster_n));
   const int64_t num_cut = CountCutTiles(config, max_tiles);
   params.first_part = static_cast<int32_t>(max_tiles - num_cut);
-  const int64_t cluster_size = int64_t{config.cluster_m} * config.cluster_n;
+  const int64_t tiles_of_cluster = int64_t{config.cluster_m} * config.cluster_n;
+  const int64_t cluster_size = tiles_of_cluster * config.cluster_k;
   const int64_t num_walked = params.first_part + num_cut * config.num_consumers;
   LaunchDims dims = {};
   dims.grid_x = cluster_size;
@@ -165,7 +166,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* l
   dims.dynamic_smem_bytes = DynamicSmemBytes(config);
   dims.cluster_x = cluster_size;
   FFI_ASSIGN_OR_RETURN(const int64_t most_clusters, MostClusters(*driver, config, kernel, dims));
-  dims.grid_x = std::min(most_clusters, CeilDiv(num_walked, cluster_size)) * cluster_size;
+  dims.grid_x = std::min(most_clusters, CeilDiv(num_walked, tiles_of_cluster)) * cluster_size;
   void* arguments[] = {&params};
   return LaunchKernel(*driver, kernel, dims, stream, arguments);
 }

@@ -191,6 +191,8 @@ def _out_bytes(spec: dict[str, bool]) -> int:
 
 def _text(c: TileConfig) -> str:
     cluster = "" if c.cluster_m * c.cluster_n == 1 else f", cluster {c.cluster_m}x{c.cluster_n}"
+    if c.cluster_k > 1:
+        cluster = f", k divided by clusters of {c.cluster_k}"
     return f"{c.block_m}x{c.block_n}, {c.num_consumers} consumers, {c.num_stages} stages{cluster}"
 
 

@@ -40,10 +40,14 @@ def gemm_kernels(
     for grouping, is_1d1d, transpose_out, outs in _GEMM_FAMILIES:
         family = dict(is_1d1d=is_1d1d, transpose_out=transpose_out)
         configs = tile_config.configs(grouping, **family, with_clusters=with_clusters)
+        split = () if grouping or is_1d1d or transpose_out else tile_config.SPLIT_K_CONFIGS
         kind = dict(**family, grouping=grouping, num_sms=num_sms)
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
-            yield from (config.attributes(**cast(tile_config.Kernel, kernel)) for config in configs)
+            of_result = configs if out == "accumulate" else (*configs, *split)
+            yield from (
+                config.attributes(**cast(tile_config.Kernel, kernel)) for config in of_result
+            )
     for (lhs_e5m2, rhs_e5m2), (e5m2, pow2_scale) in itertools.product(
         formats(all_formats), formats(all_formats)
     ):

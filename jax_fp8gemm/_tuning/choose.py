@@ -16,7 +16,14 @@ from jax_fp8gemm._runtime.forced import Forced
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
-from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig, configs
+from jax_fp8gemm._tuning.split_k_cost import split_k_time_us
+from jax_fp8gemm._tuning.tile_config import (
+    GROUPED_CONTRACTION,
+    GROUPED_ROWS,
+    TileConfig,
+    configs,
+    split_k_configs,
+)
 
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
 # docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.
@@ -56,10 +63,12 @@ def choose(
     """
     if override.value is not None:
         return override.value
+    # A program that leaves k open may run with more of it than the split configs take.
+    can_split = not (is_1d1d or transpose_out or accumulate) and isinstance(k, int)
     m, n, k = map(_known, (m, n, k))
     how = is_1d1d, transpose_out, _out_bytes(out_f32, accumulate), num_sms
     if num_groups is None:
-        return _choose(m, n, k, *how)
+        return _choose(m, n, k, *how, can_split)
     return _choose_grouped(m, n, k, num_groups, *how)
 
 
@@ -75,7 +84,14 @@ def _out_bytes(out_f32: bool, accumulate: bool) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    m: int, n: int, k: int, is_1d1d: bool, transpose_out: bool, out_bytes: int, num_sms: int
+    m: int,
+    n: int,
+    k: int,
+    is_1d1d: bool,
+    transpose_out: bool,
+    out_bytes: int,
+    num_sms: int,
+    can_split: bool,
 ) -> TileConfig:
     is_listed = num_sms == hopper.NUM_SMS and not transpose_out
     measured = _OVERRIDES.get((m, n, k, is_1d1d)) if is_listed else None
@@ -84,6 +100,8 @@ def _choose(
     candidates = configs(is_1d1d=is_1d1d, transpose_out=transpose_out)
     most_rows = math.ceil(m / 64) * 64
     candidates = [c for c in candidates if c.block_m <= most_rows]
+    if can_split:
+        candidates += [c for c in split_k_configs(m, k) if c.cluster_k <= num_sms]
     how = is_1d1d, transpose_out, out_bytes, num_sms
     return min(candidates, key=lambda c: predicted_us(c, m, n, k, *how))
 
@@ -101,6 +119,8 @@ def predicted_us(
     """Returns the predicted time of a product without groups."""
     if is_1d1d or transpose_out:
         return time_us(c, m, n, k, is_1d1d, out_bytes, num_sms)
+    if c.cluster_k > 1:
+        return split_k_time_us(c, m, n, k, out_bytes, num_sms)
     return dense_time_us(c, m, n, k, out_bytes, num_sms)
 
 

@@ -43,7 +43,7 @@ def fake_device(monkeypatch):
 
             return program
 
-        return {c: threads.submit(make, c) for c in candidates(shape.m)}
+        return {c: threads.submit(make, c) for c in candidates(shape.m, shape.k)}
 
     monkeypatch.setattr(tile_times, "programs_of", programs)
     monkeypatch.setattr(tile_times, "cupti", lambda: cupti)
@@ -61,13 +61,13 @@ def test_each_row_has_the_time_of_every_config(fake_device, tmp_path):
     shapes = draw_shapes_of_classes(6, seed=1)
     assert [(r["m"], r["n"], r["k"]) for r in content["rows"]] == [(s.m, s.n, s.k) for s in shapes]
     for row in content["rows"]:
-        tiles = [tile_text(c) for c in candidates(row["m"])]
+        tiles = [tile_text(c) for c in candidates(row["m"], row["k"])]
         assert list(row["us"]) == tiles
         others = [tile for tile in tiles if "x96/" in tile]
         is_compared = row["m"] * row["n"] <= tile_times._MOST_COMPARED
         assert row.get("wrong", []) == (others if is_compared else [])
     # Three calls of each config of the first row count, after one that does not.
-    num = len(candidates(shapes[0].m))
+    num = len(candidates(shapes[0].m, shapes[0].k))
     assert all(num < us <= 4 * num for us in content["rows"][0]["us"].values())
 
 
@@ -81,7 +81,7 @@ def test_it_needs_the_kernels(monkeypatch, capsys):
 @pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64, 65, 192, 193, 1024, 1025, 16384])
 def test_candidates_hold_what_a_call_chooses(m):
     how = dict(is_1d1d=False, out_f32=False, accumulate=False)
-    found = candidates(m)
+    found = candidates(m, 4096)
     assert len(set(found)) == len(found)
     assert {choose.choose(m, n, k, **how) for n in (512, 4096) for k in (512, 8192)} <= set(found)
 

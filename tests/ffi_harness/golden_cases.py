@@ -77,6 +77,8 @@ def all_cases() -> list[Case]:
 def _tile_name(config: TileConfig) -> str:
     clusters = f" cluster {config.cluster_m}x{config.cluster_n}"
     name = f"{config.block_m}x{config.block_n} sub {config.sub_n}"
+    if config.cluster_k > 1:
+        return f"{name} cluster 1x1x{config.cluster_k}"
     return name + (clusters if config.cluster_m * config.cluster_n > 1 else "")
 
 
@@ -135,6 +137,12 @@ def _dense_cases() -> list[Case]:
             _dense(f"dense 1d1d accumulate, {shape_name}", shape, large, "accumulate", True)
         )
         cases.append(_dense(f"dense 1d2d f32, {shape_name}", shape, large, "f32", e5m2=True))
+    # One row of tiles and the largest k; and more tiles than clusters.
+    for i, config in enumerate(tile_config.SPLIT_K_CONFIGS):
+        rows = config.block_m
+        few, many = (rows - i, 576, tile_config.SPLIT_K_MOST_K), (3 * rows, 4096, 1040)
+        for shape, out in ((few, "bf16"), (many, "f32")):
+            cases.append(_dense(f"dense {_tile_name(config)} {out}", shape, config, out))
     for config, out in _transposed():
         name = f"dense transposed {_tile_name(config)} {out}"
         cases.append(_dense(name, (2048, 7168, 4000), config, out, transpose_out=True))

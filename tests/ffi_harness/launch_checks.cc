@@ -85,7 +85,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
   check.RequireMap(params.out_map, "out_map", "out", c.Get("num_slabs") > 0 && !c.Get("gated"));
   check.Require(params.lhs_rows == m, "lhs_rows must be the rows of lhs");
-  const unsigned cluster = c.Get("cluster_m") * c.Get("cluster_n");
+  const unsigned cluster = c.Get("cluster_m") * c.Get("cluster_n") * c.Get("cluster_k");
   check.Require(launch.cluster == cluster, "the cluster must be the config's");
   check.Require(launch.grid[0] <= static_cast<unsigned>(c.Get("num_sms")) && launch.grid[1] == 1,
                 "no more CTAs than num_sms");

@@ -106,7 +106,7 @@ def _gemm(case: Case) -> dict:
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],
         "block": 128 * (c["num_consumers"] + 1),
-        "cluster": c["cluster_m"] * c["cluster_n"],
+        "cluster": c["cluster_m"] * c["cluster_n"] * c["cluster_k"],
         "zeroed": [
             *(["next_tile"] if c["grouping"] == 1 else []),
             *(["out"] if clears_out else []),
@@ -127,7 +127,7 @@ def _gemm_grid(case: Case, m: int, n: int, g: int) -> int:
         num_units = g * tiles(m, c["block_m"]) * columns
     else:
         num_units = tiles(m, c["block_m"] * c["cluster_m"]) * columns
-    cluster = c["cluster_m"] * c["cluster_n"]
+    cluster = c["cluster_m"] * c["cluster_n"] * c["cluster_k"]
     # In 1d1d a last, incomplete round is cut into its consumers' parts, if all of those fit.
     rest = num_units % c["num_sms"]
     can_cut = c["is_1d1d"] and c["grouping"] == 0 and cluster == 1

@@ -1,0 +1,340 @@
+// FP8 GEMM of few rows, few columns and a long contraction. It computes what gemm.cuh does for 1d2d
+// products without groups, with the same bits.
+//
+// Such a product has fewer tiles than the GPU has multiprocessors. So the CTAs of a cluster divide
+// the k-blocks of a tile of kBlockM x 64: CTA r multiplies k-blocks r, r + kClusterK and so on. A
+// k-block is not promoted where it is multiplied. Each CTA gets what the tensor cores gave for its
+// share of the tile's columns, from all CTAs, and promotes it in the order of the k-blocks.
+//
+// The columns of rhs are the rows of wgmma, which takes 64 at a time, and the rows of lhs are its
+// columns (exchanged_tile.cuh).
+//
+// Roles, per CTA of 3 x 128 threads:
+//   multiplier  warpgroup 0: wgmma, and sends its results to the CTAs of the cluster
+//   adder       warpgroup 1: scales, adds and stores
+//   producer    warpgroup 2: one lane each of warps 0 and 2 copy every second k-block
+//
+// Pipelines:
+//   full[stage]     arrivals: 1, and the copied bytes; awaited by the multiplier
+//   empty[stage]    arrivals: each warp of the multiplier; awaited by the producer
+//   arrived[chunk]  arrivals: 1, and the bytes of kChunk k-blocks that the cluster sends here;
+//                   awaited by the adder
+// A slot for every k-block of the contraction holds what was sent, so no CTA waits for room in
+// another one. The stages have the rest of the shared memory.
+//
+// Limits: those of gemm.cuh; and the slots must leave room for 4 stages, see MostSplitK() in
+// ffi/gemm/gemm_config.cc.
+// Sources: PTX ISA st.async, mapa, barrier.cluster, and those of gemm.cuh.
+#pragma once
+
+#include "gemm/scales.cuh"
+#include "gemm/tile.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config>
+struct SplitK {
+  static constexpr int kRows = Config::kBlockM, kColumns = 64;
+  static constexpr int kSplit = Config::kClusterK;
+  static constexpr int kNumAccums = Config::kNumAccums;
+  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  static constexpr int kSlot = kRows * kColumns / kSplit;  // f32 of a k-block that a CTA adds
+  static constexpr int kNumSums = kRows / 8;               // of a thread of the adder, 8 rows apart
+  static constexpr int kAdders = kSlot / kNumSums;
+  static constexpr int kChunk = 16, kMostChunks = 32;
+  static constexpr int kAddersBarrier = 1;
+  // A k-block of 8 rows leaves 4 f32 in a lane: columns lane / 4 and 8 further on, of 16 for each
+  // warp. A CTA gets those of a warp, or of one of its halves.
+  static constexpr int kVector = kSplit == 4 ? 4 : 2;
+  static_assert(kSplit == 4 || kSplit == 8, "a share must be whole columns of one warp");
+  static_assert(kRows == 8 || kRows == 16, "a slot must fill threads of the adder");
+
+  struct alignas(1024) Barriers {
+    Barrier full[Config::kNumStages], empty[Config::kNumStages], arrived[kMostChunks];
+  };
+  static_assert(sizeof(Barriers) == 1024, "mirrored by MostSplitK");
+
+  const GemmParams& params;
+  Barriers& barriers;
+  const int num_k_blocks, num_chunks;
+  float* const slots;     // [num_k_blocks][kSlot]
+  float* const scales;    // [num_k_blocks][kRows]: of row and columns, multiplied
+  uint8_t* const stages;  // [num_stages][kColumns + kRows][128]: rhs, then lhs
+  const int rank, count;  // in the cluster, and k-blocks of this CTA
+  const int num_stages;   // no more than it needs: to initialise the barriers of one takes 0.02 us
+
+  __device__ __forceinline__ SplitK(const GemmParams& params, uint8_t* smem)
+      : params(params),
+        barriers(*reinterpret_cast<Barriers*>(smem)),
+        num_k_blocks(ceil_div(params.k, 128)),
+        num_chunks(ceil_div(num_k_blocks, kChunk)),
+        slots(reinterpret_cast<float*>(smem + sizeof(Barriers))),
+        scales(slots + num_k_blocks * kSlot),
+        stages(smem + stages_offset(num_k_blocks)),
+        rank(cluster_rank()),
+        count(ceil_div(num_k_blocks - rank, kSplit)),
+        num_stages(min(min(Config::kNumStages, max(count, kNumAccums)),
+                       (JAX_FP8GEMM_SMEM_BYTES - stages_offset(num_k_blocks)) / kStageBytes)) {}
+
+  __device__ __forceinline__ void run() {
+    init_barriers();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int num_columns = ceil_div(params.n, kColumns);
+    const int num_tiles = ceil_div(params.m, kRows) * num_columns;
+    Cursor cursor;
+    if (warp == 10) cursor.advance(num_stages);
+    uint32_t parity = 0;  // of `arrived`
+#pragma unroll 1
+    for (int tile = blockIdx.x / kSplit; tile < num_tiles; tile += gridDim.x / kSplit) {
+      int row = 0, column = tile * kColumns;
+      if (tile >= num_columns) {
+        row = tile / num_columns * kRows;
+        column = tile % num_columns * kColumns;
+      }
+      // All CTAs of the cluster have barriers that wait for this tile.
+      cluster_arrive();
+      if (warp < 4) {
+        multiply(warp, cursor);
+      } else if (warp < 8) {
+        cluster_wait();
+        add(threadIdx.x - 128, row, column, parity);
+      } else {
+        if (warp == 8 || warp == 10) {
+          if (elect_one()) load((warp - 8) / 2, row, column, cursor);
+        }
+        __syncwarp();
+        cluster_wait();
+      }
+      parity ^= 1;
+    }
+  }
+
+ private:
+  // A position in the ring of stages, whose length is known when the kernel runs.
+  struct Cursor {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance(int num_stages) {
+      if (++stage == num_stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    __device__ __forceinline__ void skip(int num, int num_stages) {
+      stage += num;
+      while (stage >= num_stages) {
+        stage -= num_stages;
+        phase ^= 1;
+      }
+    }
+  };
+
+  __device__ __forceinline__ static constexpr int stages_offset(int num_k_blocks) {
+    const int bytes = num_k_blocks * (kSlot + kRows) * 4;
+    return sizeof(Barriers) + (bytes + 1023) / 1024 * 1024;
+  }
+
+  __device__ __forceinline__ void init_barriers() {
+    if (threadIdx.x == 0) {
+      tma_prefetch_descriptor(&params.lhs);
+      tma_prefetch_descriptor(&params.rhs);
+      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.full[stage], 1);
+      mbarrier_fence_init();
+    } else if (threadIdx.x == 32) {
+      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.empty[stage], 4);
+      mbarrier_fence_init();
+    } else if (threadIdx.x == 128) {
+      for (int chunk = 0; chunk < num_chunks; ++chunk) mbarrier_init(&barriers.arrived[chunk], 1);
+      mbarrier_fence_init();
+      expect_results();
+    }
+    __syncthreads();
+  }
+
+  // Announces, by one thread, what the cluster sends here for a tile.
+  __device__ __forceinline__ void expect_results() {
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      const int num = min(kChunk, num_k_blocks - chunk * kChunk);
+      mbarrier_arrive_expect_tx(&barriers.arrived[chunk], num * kSlot * 4);
+    }
+  }
+
+  // Copies, by one lane, every second k-block of this CTA.
+  __device__ __forceinline__ void load(int loader, int row, int column, Cursor& cursor) {
+    // A row that TMA fills with zeros takes longer than one that it loads (Tile::kLoadsShort). What
+    // the stage has behind these rows reaches only rows of the result that are not stored.
+    const bool is_short = row + kRows > params.m;
+    const TensorMap* lhs = is_short ? &params.lhs_part : &params.lhs;
+    const int num_rows = is_short ? params.m - row : kRows;
+    Cursor next_tile = cursor;
+    next_tile.skip(count, num_stages);
+#pragma unroll 1
+    for (int i = loader; i < count; i += 2) {
+      const int k = (rank + i * kSplit) * 128;
+      uint8_t* stage = stages + cursor.stage * kStageBytes;
+      Barrier* full = &barriers.full[cursor.stage];
+      mbarrier_wait(&barriers.empty[cursor.stage], cursor.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, (kColumns + num_rows) * 128);
+      tma_load_2d(&params.rhs, full, stage, k, column);
+      tma_load_2d(lhs, full, stage + kColumns * 128, k, row);
+      cursor.advance(num_stages);
+      cursor.advance(num_stages);
+    }
+    cursor = next_tile;
+  }
+
+  // Multiplies the k-blocks of this CTA, and sends the results. Before the first one it waits for
+  // the cluster.
+  __device__ __forceinline__ void multiply(int warp, Cursor& cursor) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t first_stage = wgmma_descriptor(stages);
+    // Where the first k-block goes: in the CTA of the warp's columns, or in those of its halves.
+    constexpr int kShares = 4 / kVector;
+    uint32_t slot[kShares], arrived[kShares];
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      const int to = warp * kShares + share;
+      const float* own = slots + rank * kSlot + lane * kVector;
+      slot[share] = cluster_address(smem_address(own), to);
+      arrived[share] = cluster_address(smem_address(barriers.arrived), to);
+    }
+    float accum[kNumAccums][kRows / 2];
+    int sent_stage = cursor.stage, k_block = rank;
+    bool waits_for_cluster = true;
+    const auto issue = [&](int i) {
+      mbarrier_wait(&barriers.full[cursor.stage], cursor.phase);
+      const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
+      multiply_k_block<kRows, true>(accum[i], rhs, rhs + kColumns * 128 / 16);
+      cursor.advance(num_stages);
+    };
+    const auto send = [&](int i) {
+      if (lane == 0) mbarrier_arrive(&barriers.empty[sent_stage]);
+      if (++sent_stage == num_stages) sent_stage = 0;
+      wgmma_pin(accum[i]);
+      if (waits_for_cluster) cluster_wait();
+      waits_for_cluster = false;
+      const uint32_t chunk = k_block / kChunk * sizeof(Barrier);
+#pragma unroll
+      for (int e = 0; e < kRows / 8; ++e) {
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          store_async<kVector>(slot[share] + e * 128 * kVector, arrived[share] + chunk,
+                               &accum[i][4 * e + kVector * share]);
+        }
+      }
+#pragma unroll
+      for (int share = 0; share < kShares; ++share) slot[share] += kSplit * kSlot * 4;
+      k_block += kSplit;
+    };
+    int left = count;
+#pragma unroll 1
+    for (; left >= kNumAccums; left -= kNumAccums) {
+#pragma unroll
+      for (int i = 0; i < kNumAccums; ++i) issue(i);
+      send_all<0>(send);
+    }
+#pragma unroll 1
+    for (; left > 0; --left) {
+      issue(0);
+      wgmma_wait<0>();
+      send(0);
+    }
+    if (waits_for_cluster) cluster_wait();
+  }
+
+  // Sends accumulators i and up, each when it is finished.
+  template <int i, typename Send>
+  __device__ __forceinline__ static void send_all(const Send& send) {
+    if constexpr (i < kNumAccums) {
+      wgmma_wait<kNumAccums - 1 - i>();
+      send(i);
+      send_all<i + 1>(send);
+    }
+  }
+
+  // Promotes what arrives, in the order of the k-blocks, and stores the result.
+  __device__ __forceinline__ void add(int thread, int row, int column, uint32_t parity) {
+    read_scales(thread, row, column);
+    named_barrier_sync(kAddersBarrier, 128);
+    if (thread < kAdders) {
+      float sums[kNumSums];
+#pragma unroll
+      for (int i = 0; i < kNumSums; ++i) sums[i] = 0.f;
+      // Sum i of a thread is in row 8i + row_of(thread) of the tile.
+      const float* slot = slots + thread;
+      const float* scale = scales + row_of(thread);
+#pragma unroll 1
+      for (int chunk = 0; chunk < num_chunks; ++chunk) {
+        mbarrier_wait(&barriers.arrived[chunk], parity);
+        const int num = min(kChunk, num_k_blocks - chunk * kChunk);
+        num == kChunk ? add_chunk<kChunk>(sums, slot, scale, kChunk)
+                      : add_chunk<4>(sums, slot, scale, num);
+        slot += kChunk * kSlot;
+        scale += kChunk * kRows;
+      }
+      store(sums, thread, row, column);
+    }
+    named_barrier_sync(kAddersBarrier, 128);  // the scales were read
+    if (thread == 0) expect_results();
+  }
+
+  template <int kUnroll>
+  __device__ __forceinline__ static void add_chunk(float (&sums)[kNumSums], const float* slot,
+                                                   const float* scale, int num) {
+#pragma unroll kUnroll
+    for (int k_block = 0; k_block < num; ++k_block) {
+#pragma unroll
+      for (int i = 0; i < kNumSums; ++i)
+        sums[i] =
+            __fmaf_rn(scale[k_block * kRows + 8 * i], slot[k_block * kSlot + i * kAdders], sums[i]);
+    }
+  }
+
+  // Of 8 rows and of the CTA's columns, those of a thread of the adder.
+  __device__ __forceinline__ static int row_of(int thread) {
+    return 2 * (thread / kVector % 4) + thread % 2;
+  }
+  __device__ __forceinline__ static int column_of(int thread) {
+    return thread / kVector / 4 % 8 + thread / 2 % (kVector / 2) * 8;
+  }
+
+  __device__ __forceinline__ void read_scales(int thread, int row, int column) {
+    const float* rhs_scale = params.rhs_scale + size_t(column / 128) * num_k_blocks;
+#pragma unroll 8
+    for (int i = thread; i < num_k_blocks * kRows; i += 128) {
+      const int k_block = i / kRows, r = row + i % kRows;
+      // Rows that lhs does not have are not stored.
+      const float* lhs_scale = params.lhs_scale + size_t(k_block) * params.m + min(r, params.m - 1);
+      scales[i] = __fmul_rn(__ldg(lhs_scale), __ldg(rhs_scale + k_block));
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&sums)[kNumSums], int thread, int row,
+                                        int column) {
+    const int n_idx = column + rank * (kColumns / kSplit) + column_of(thread);
+#pragma unroll
+    for (int i = 0; i < kNumSums; ++i) {
+      const int m_idx = row + 8 * i + row_of(thread);
+      if (m_idx < params.m && n_idx < params.n) {
+        const size_t at = size_t(m_idx) * params.n + n_idx;
+        if constexpr (Config::kOutF32) {
+          static_cast<float*>(params.out)[at] = sums[i];
+        } else {
+          static_cast<uint16_t*>(params.out)[at] = uint16_t(pack_bf16(sums[i], 0.f));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_fp8gemm
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::GemmParams params) {
+  extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+  jax_fp8gemm::SplitK<Config>(params, dynamic_smem).run();
+}
