@@ -16,13 +16,12 @@ from jax_fp8gemm._runtime.forced import Forced
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
-from jax_fp8gemm._tuning.split_k_cost import split_k_time_us
+from jax_fp8gemm._tuning.split_k import split_k_configs, split_k_time_us
 from jax_fp8gemm._tuning.tile_config import (
     GROUPED_CONTRACTION,
     GROUPED_ROWS,
     TileConfig,
     configs,
-    split_k_configs,
 )
 
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:

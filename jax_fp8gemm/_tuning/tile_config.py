@@ -193,29 +193,6 @@ CLUSTER_CONFIGS = (
     dataclasses.replace(TILE_192X128, cluster_n=2),
 )
 
-# For dense 1d2d products of few rows, few columns and much k: a cluster divides the k-blocks of a
-# tile (ffi/cuda/gemm/split_k.cuh). They have no kernel that accumulates.
-SPLIT_K_CONFIGS: tuple[TileConfig, ...] = tuple(
-    TileConfig(
-        block_m=rows, block_n=64, sub_n=rows, num_consumers=2, num_accums=4, num_stages=24,
-        num_slabs=0, cluster_k=cluster,
-    )
-    for rows in (8, 16) for cluster in (4, 8)
-)  # fmt: skip
-# The largest k that all of them take. Mirrors MostSplitK in ffi/gemm/gemm_config.cc.
-SPLIT_K_MOST_K = 22_400
-
-
-def split_k_configs(m: int, k: int) -> tuple[TileConfig, ...]:
-    """Returns those of SPLIT_K_CONFIGS that a product of m rows may get.
-
-    With less k they are up to 11 % slower than other tiles (docs/experiments/split-k.md).
-    """
-    if not 2048 <= k <= SPLIT_K_MOST_K:
-        return ()
-    return tuple(c for c in SPLIT_K_CONFIGS if c.block_m >= m)
-
-
 # The attribute `grouping`: what the groups of a product cut.
 GROUPED_ROWS, GROUPED_CONTRACTION = 1, 2
 

@@ -18,6 +18,7 @@ from jax_fp8gemm._tuning import (
     copy_rows_config,
     gated_config,
     quantize_config,
+    split_k,
     sum_rows_config,
     tile_config,
 )
@@ -138,9 +139,9 @@ def _dense_cases() -> list[Case]:
         )
         cases.append(_dense(f"dense 1d2d f32, {shape_name}", shape, large, "f32", e5m2=True))
     # One row of tiles and the largest k; and more tiles than clusters.
-    for i, config in enumerate(tile_config.SPLIT_K_CONFIGS):
+    for i, config in enumerate(split_k.SPLIT_K_CONFIGS):
         rows = config.block_m
-        few, many = (rows - i, 576, tile_config.SPLIT_K_MOST_K), (3 * rows, 4096, 1040)
+        few, many = (rows - i, 576, split_k.SPLIT_K_MOST_K), (3 * rows, 4096, 1040)
         for shape, out in ((few, "bf16"), (many, "f32")):
             cases.append(_dense(f"dense {_tile_name(config)} {out}", shape, config, out))
     for config, out in _transposed():

@@ -12,12 +12,12 @@ import reference
 import second_stream
 from gpu_cases import E4M3, E5M2, SQUARE
 
-from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning import choose, split_k, tile_config
 
 pytestmark = pytest.mark.gpu
 
 OTHER = tile_config.TILE_64X16
-each_config = pytest.mark.parametrize("config", tile_config.SPLIT_K_CONFIGS, ids=str)
+each_config = pytest.mark.parametrize("config", split_k.SPLIT_K_CONFIGS, ids=str)
 # Fewer k-blocks than CTAs, one chunk of them and a part of the next, more than there are stages;
 # columns that end inside a tile and inside a block of scales; several rows of tiles; more tiles
 # than clusters run at a time.
@@ -77,7 +77,7 @@ def test_a_ring_of_any_depth_gives_the_same_bits(num_stages, config):
 
 @each_config
 def test_the_largest_k_fits_and_more_is_refused(config):
-    k = tile_config.SPLIT_K_MOST_K
+    k = split_k.SPLIT_K_MOST_K
     _check(config, (config.block_m, 64, k))
     lhs, rhs = gpu_cases.operands(0, (1, 64, 4 * k), SQUARE)
     too_much = gpu_cases.compile_with(config, gpu_cases.multiply, lhs, rhs)

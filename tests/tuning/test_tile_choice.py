@@ -6,7 +6,7 @@ from errors import without_annotation_checks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning import choose, split_k, tile_config
 
 DENSE = dict(is_1d1d=False, out_f32=False, accumulate=False)
 WGRAD = dict(is_1d1d=True, out_f32=True, accumulate=False)
@@ -23,7 +23,7 @@ WGRAD = dict(is_1d1d=True, out_f32=True, accumulate=False)
 def test_every_shape_gets_a_config_that_wastes_no_rows(m, n, k, is_1d1d, out_f32, num_sms):
     how = dict(is_1d1d=is_1d1d, out_f32=out_f32, accumulate=False)
     config = choose.choose(m, n, k, **how, num_sms=num_sms)
-    split = () if is_1d1d else tile_config.SPLIT_K_CONFIGS
+    split = () if is_1d1d else split_k.SPLIT_K_CONFIGS
     assert config in (*tile_config.configs(is_1d1d=is_1d1d), *split)
     # wgmma multiplies 64 rows at a time: no tile may have 64 rows that no row of lhs can fill.
     assert config.block_m < m + 64
@@ -40,7 +40,7 @@ def test_few_rows_and_columns_of_a_long_contraction_are_split():
 @pytest.mark.parametrize(
     "shape, how",
     [
-        ((8, 528, tile_config.SPLIT_K_MOST_K + 1), DENSE),  # its partial sums have no room
+        ((8, 528, split_k.SPLIT_K_MOST_K + 1), DENSE),  # its partial sums have no room
         ((8, 528, 2032), DENSE),  # the launch of a cluster takes longer
         ((17, 528, 14336), DENSE),
         ((8, 7168, 16384), DENSE),  # every multiprocessor has a tile

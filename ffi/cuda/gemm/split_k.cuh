@@ -27,7 +27,7 @@
 // Sources: PTX ISA st.async, mapa, barrier.cluster, and those of gemm.cuh.
 #pragma once
 
-#include "gemm/scales.cuh"
+#include "gemm/split_k_adder.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
@@ -37,47 +37,36 @@ namespace jax_fp8gemm {
 
 template <typename Config>
 struct SplitK {
-  static constexpr int kRows = Config::kBlockM, kColumns = 64;
-  static constexpr int kSplit = Config::kClusterK;
+  using Adder = SplitKAdder<Config>;
+  static constexpr int kRows = Adder::kRows, kColumns = Adder::kColumns, kSplit = Adder::kSplit;
+  static constexpr int kVector = Adder::kVector;
   static constexpr int kNumAccums = Config::kNumAccums;
   static constexpr int kStageBytes = (kRows + kColumns) * 128;
-  static constexpr int kSlot = kRows * kColumns / kSplit;  // f32 of a k-block that a CTA adds
-  static constexpr int kNumSums = kRows / 8;               // of a thread of the adder, 8 rows apart
-  static constexpr int kAdders = kSlot / kNumSums;
-  static constexpr int kChunk = 16, kMostChunks = 32;
-  static constexpr int kAddersBarrier = 1;
-  // A k-block of 8 rows leaves 4 f32 in a lane: columns lane / 4 and 8 further on, of 16 for each
-  // warp. A CTA gets those of a warp, or of one of its halves.
-  static constexpr int kVector = kSplit == 4 ? 4 : 2;
-  static_assert(kSplit == 4 || kSplit == 8, "a share must be whole columns of one warp");
-  static_assert(kRows == 8 || kRows == 16, "a slot must fill threads of the adder");
 
   struct alignas(1024) Barriers {
-    Barrier full[Config::kNumStages], empty[Config::kNumStages], arrived[kMostChunks];
+    Barrier full[Config::kNumStages], empty[Config::kNumStages], arrived[Adder::kMostChunks];
   };
   static_assert(sizeof(Barriers) == 1024, "mirrored by MostSplitK");
 
   const GemmParams& params;
   Barriers& barriers;
-  const int num_k_blocks, num_chunks;
-  float* const slots;     // [num_k_blocks][kSlot]
-  float* const scales;    // [num_k_blocks][kRows]: of row and columns, multiplied
+  const int rank;  // in the cluster
+  Adder adder;
+  const int count;        // k-blocks of this CTA
+  const int offset;       // of the stages in shared memory
   uint8_t* const stages;  // [num_stages][kColumns + kRows][128]: rhs, then lhs
-  const int rank, count;  // in the cluster, and k-blocks of this CTA
   const int num_stages;   // no more than it needs: to initialise the barriers of one takes 0.02 us
 
   __device__ __forceinline__ SplitK(const GemmParams& params, uint8_t* smem)
       : params(params),
         barriers(*reinterpret_cast<Barriers*>(smem)),
-        num_k_blocks(ceil_div(params.k, 128)),
-        num_chunks(ceil_div(num_k_blocks, kChunk)),
-        slots(reinterpret_cast<float*>(smem + sizeof(Barriers))),
-        scales(slots + num_k_blocks * kSlot),
-        stages(smem + stages_offset(num_k_blocks)),
         rank(cluster_rank()),
-        count(ceil_div(num_k_blocks - rank, kSplit)),
+        adder(params, barriers.arrived, smem + sizeof(Barriers), rank),
+        count(ceil_div(adder.num_k_blocks - rank, kSplit)),
+        offset(sizeof(Barriers) + Adder::smem_bytes(adder.num_k_blocks)),
+        stages(smem + offset),
         num_stages(min(min(Config::kNumStages, max(count, kNumAccums)),
-                       (JAX_FP8GEMM_SMEM_BYTES - stages_offset(num_k_blocks)) / kStageBytes)) {}
+                       (JAX_FP8GEMM_SMEM_BYTES - offset) / kStageBytes)) {}
 
   __device__ __forceinline__ void run() {
     init_barriers();
@@ -100,7 +89,7 @@ struct SplitK {
         multiply(warp, cursor);
       } else if (warp < 8) {
         cluster_wait();
-        add(threadIdx.x - 128, row, column, parity);
+        adder.add(threadIdx.x - 128, row, column, parity);
       } else {
         if (warp == 8 || warp == 10) {
           if (elect_one()) load((warp - 8) / 2, row, column, cursor);
@@ -133,11 +122,6 @@ struct SplitK {
     }
   };
 
-  __device__ __forceinline__ static constexpr int stages_offset(int num_k_blocks) {
-    const int bytes = num_k_blocks * (kSlot + kRows) * 4;
-    return sizeof(Barriers) + (bytes + 1023) / 1024 * 1024;
-  }
-
   __device__ __forceinline__ void init_barriers() {
     if (threadIdx.x == 0) {
       tma_prefetch_descriptor(&params.lhs);
@@ -148,19 +132,9 @@ struct SplitK {
       for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.empty[stage], 4);
       mbarrier_fence_init();
     } else if (threadIdx.x == 128) {
-      for (int chunk = 0; chunk < num_chunks; ++chunk) mbarrier_init(&barriers.arrived[chunk], 1);
-      mbarrier_fence_init();
-      expect_results();
+      adder.init_barriers();
     }
     __syncthreads();
-  }
-
-  // Announces, by one thread, what the cluster sends here for a tile.
-  __device__ __forceinline__ void expect_results() {
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
-      const int num = min(kChunk, num_k_blocks - chunk * kChunk);
-      mbarrier_arrive_expect_tx(&barriers.arrived[chunk], num * kSlot * 4);
-    }
   }
 
   // Copies, by one lane, every second k-block of this CTA.
@@ -198,7 +172,7 @@ struct SplitK {
 #pragma unroll
     for (int share = 0; share < kShares; ++share) {
       const int to = warp * kShares + share;
-      const float* own = slots + rank * kSlot + lane * kVector;
+      const float* own = adder.slots + rank * Adder::kSlot + lane * kVector;
       slot[share] = cluster_address(smem_address(own), to);
       arrived[share] = cluster_address(smem_address(barriers.arrived), to);
     }
@@ -217,7 +191,7 @@ struct SplitK {
       wgmma_pin(accum[i]);
       if (waits_for_cluster) cluster_wait();
       waits_for_cluster = false;
-      const uint32_t chunk = k_block / kChunk * sizeof(Barrier);
+      const uint32_t chunk = k_block / Adder::kChunk * sizeof(Barrier);
 #pragma unroll
       for (int e = 0; e < kRows / 8; ++e) {
 #pragma unroll
@@ -227,7 +201,7 @@ struct SplitK {
         }
       }
 #pragma unroll
-      for (int share = 0; share < kShares; ++share) slot[share] += kSplit * kSlot * 4;
+      for (int share = 0; share < kShares; ++share) slot[share] += kSplit * Adder::kSlot * 4;
       k_block += kSplit;
     };
     int left = count;
@@ -253,80 +227,6 @@ struct SplitK {
       wgmma_wait<kNumAccums - 1 - i>();
       send(i);
       send_all<i + 1>(send);
-    }
-  }
-
-  // Promotes what arrives, in the order of the k-blocks, and stores the result.
-  __device__ __forceinline__ void add(int thread, int row, int column, uint32_t parity) {
-    read_scales(thread, row, column);
-    named_barrier_sync(kAddersBarrier, 128);
-    if (thread < kAdders) {
-      float sums[kNumSums];
-#pragma unroll
-      for (int i = 0; i < kNumSums; ++i) sums[i] = 0.f;
-      // Sum i of a thread is in row 8i + row_of(thread) of the tile.
-      const float* slot = slots + thread;
-      const float* scale = scales + row_of(thread);
-#pragma unroll 1
-      for (int chunk = 0; chunk < num_chunks; ++chunk) {
-        mbarrier_wait(&barriers.arrived[chunk], parity);
-        const int num = min(kChunk, num_k_blocks - chunk * kChunk);
-        num == kChunk ? add_chunk<kChunk>(sums, slot, scale, kChunk)
-                      : add_chunk<4>(sums, slot, scale, num);
-        slot += kChunk * kSlot;
-        scale += kChunk * kRows;
-      }
-      store(sums, thread, row, column);
-    }
-    named_barrier_sync(kAddersBarrier, 128);  // the scales were read
-    if (thread == 0) expect_results();
-  }
-
-  template <int kUnroll>
-  __device__ __forceinline__ static void add_chunk(float (&sums)[kNumSums], const float* slot,
-                                                   const float* scale, int num) {
-#pragma unroll kUnroll
-    for (int k_block = 0; k_block < num; ++k_block) {
-#pragma unroll
-      for (int i = 0; i < kNumSums; ++i)
-        sums[i] =
-            __fmaf_rn(scale[k_block * kRows + 8 * i], slot[k_block * kSlot + i * kAdders], sums[i]);
-    }
-  }
-
-  // Of 8 rows and of the CTA's columns, those of a thread of the adder.
-  __device__ __forceinline__ static int row_of(int thread) {
-    return 2 * (thread / kVector % 4) + thread % 2;
-  }
-  __device__ __forceinline__ static int column_of(int thread) {
-    return thread / kVector / 4 % 8 + thread / 2 % (kVector / 2) * 8;
-  }
-
-  __device__ __forceinline__ void read_scales(int thread, int row, int column) {
-    const float* rhs_scale = params.rhs_scale + size_t(column / 128) * num_k_blocks;
-#pragma unroll 8
-    for (int i = thread; i < num_k_blocks * kRows; i += 128) {
-      const int k_block = i / kRows, r = row + i % kRows;
-      // Rows that lhs does not have are not stored.
-      const float* lhs_scale = params.lhs_scale + size_t(k_block) * params.m + min(r, params.m - 1);
-      scales[i] = __fmul_rn(__ldg(lhs_scale), __ldg(rhs_scale + k_block));
-    }
-  }
-
-  __device__ __forceinline__ void store(const float (&sums)[kNumSums], int thread, int row,
-                                        int column) {
-    const int n_idx = column + rank * (kColumns / kSplit) + column_of(thread);
-#pragma unroll
-    for (int i = 0; i < kNumSums; ++i) {
-      const int m_idx = row + 8 * i + row_of(thread);
-      if (m_idx < params.m && n_idx < params.n) {
-        const size_t at = size_t(m_idx) * params.n + n_idx;
-        if constexpr (Config::kOutF32) {
-          static_cast<float*>(params.out)[at] = sums[i];
-        } else {
-          static_cast<uint16_t*>(params.out)[at] = uint16_t(pack_bf16(sums[i], 0.f));
-        }
-      }
     }
   }
 };
