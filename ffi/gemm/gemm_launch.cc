@@ -86,7 +86,8 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
                          EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
                                            kScaleBlock, part_rows, kSwizzle));
   }
-  if (m % 4 == 0) {  // else the stride is no multiple of 16 bytes, and the kernel copies otherwise
+  // Else the stride is no multiple of 16 bytes, and the kernel copies otherwise; or it copies none.
+  if (m % 4 == 0 && config.cluster_k == 1) {
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.
     const uint32_t num_row_scales =
         config.block_m + (GroupingOf(config) == Grouping::kRows ? 4 : 0);

@@ -66,7 +66,7 @@ def _tensor_maps(case: Case) -> dict:
         "lhs_part": operand("lhs", lhs_type, m, part_rows) if part_rows else None,
         # Rows of 4 m bytes, and TMA wants multiples of 16. Groups start anywhere in a box.
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
-        if m % 4 == 0
+        if m % 4 == 0 and c["cluster_k"] == 1
         else None,
         "rhs_scale_map": scales("rhs_scale", rhs_rows, c["block_n"]) if c["is_1d1d"] else None,
         "out_map": _tensor_map("out", out_type, out_rows, out_columns, box, slab_bytes)
