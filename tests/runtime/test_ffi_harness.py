@@ -199,6 +199,37 @@ def test_a_difference_is_found_by_both_compilers(folder, tmp_path, right, wrong)
     assert not ok and "layout_list.h" in log
 
 
+# What the CTAs of a cluster send each other
+
+_SPLIT_K_LAYOUT = builder.FOLDER / "split_k_layout.cu"
+
+
+def test_what_a_cluster_sends_arrives_where_it_is_added():
+    folders = [Path(_environment.source_dir())]
+    ok, log = nvrtc_check.compile_log(_nvrtc_path(), _SPLIT_K_LAYOUT, folders)
+    assert ok, log
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("lane * kVector + e * 32 * kVector", "lane * kVector + e * 16 * kVector"),
+        ("warp * kShares + share", "warp + share"),
+        ("2 * (thread / kVector % 4) + thread % 2", "2 * (thread % 4) + thread % 2"),
+        ("thread / 2 % (kVector / 2) * 8", "thread / 2 % (kVector / 2) * 4"),
+        ("num_k_blocks * (kSlot + kRows) * 4", "num_k_blocks * (kSlot + 3 * kRows) * 4"),
+    ],
+)
+def test_another_place_is_found(tmp_path, right, wrong):
+    source = Path(_environment.source_dir())
+    text = (source / "gemm" / "split_k_adder.cuh").read_text()
+    assert text.count(right) == 1
+    (tmp_path / "gemm").mkdir()
+    (tmp_path / "gemm" / "split_k_adder.cuh").write_text(text.replace(right, wrong))
+    ok, log = nvrtc_check.compile_log(_nvrtc_path(), _SPLIT_K_LAYOUT, [tmp_path, source])
+    assert not ok and "static assertion failed" in log
+
+
 # The extension on the fake driver
 
 

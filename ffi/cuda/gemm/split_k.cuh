@@ -167,12 +167,12 @@ struct SplitK {
     const int lane = threadIdx.x % 32;
     const uint32_t first_stage = wgmma_descriptor(stages);
     // Where the first k-block goes: in the CTA of the warp's columns, or in those of its halves.
-    constexpr int kShares = 4 / kVector;
+    constexpr int kShares = Adder::kShares;
     uint32_t slot[kShares], arrived[kShares];
 #pragma unroll
     for (int share = 0; share < kShares; ++share) {
-      const int to = warp * kShares + share;
-      const float* own = adder.slots + rank * Adder::kSlot + lane * kVector;
+      const int to = Adder::cta_of(warp, share);
+      const float* own = adder.slots + rank * Adder::kSlot + Adder::place_of(lane, 0);
       slot[share] = cluster_address(smem_address(own), to);
       arrived[share] = cluster_address(smem_address(barriers.arrived), to);
     }
@@ -196,7 +196,7 @@ struct SplitK {
       for (int e = 0; e < kRows / 8; ++e) {
 #pragma unroll
         for (int share = 0; share < kShares; ++share) {
-          store_async<kVector>(slot[share] + e * 128 * kVector, arrived[share] + chunk,
+          store_async<kVector>(slot[share] + Adder::place_of(0, e) * 4, arrived[share] + chunk,
                                &accum[i][4 * e + kVector * share]);
         }
       }

@@ -46,6 +46,24 @@ struct SplitKAdder {
     return (num_k_blocks * (kSlot + kRows) * 4 + 1023) / 1024 * 1024;
   }
 
+  // Where lane `lane` stores accumulators 4e + kVector * share and the next of a k-block: in a slot
+  // of CTA cta_of(warp, share), from this f32 on.
+  static constexpr int kShares = 4 / kVector;
+  __device__ __forceinline__ static constexpr int cta_of(int warp, int share) {
+    return warp * kShares + share;
+  }
+  __device__ __forceinline__ static constexpr int place_of(int lane, int e) {
+    return lane * kVector + e * 32 * kVector;
+  }
+
+  // Which row of every 8, and which column of the CTA's, a thread of the adder has.
+  __device__ __forceinline__ static constexpr int row_of(int thread) {
+    return 2 * (thread / kVector % 4) + thread % 2;
+  }
+  __device__ __forceinline__ static constexpr int column_of(int thread) {
+    return thread / kVector / 4 % 8 + thread / 2 % (kVector / 2) * 8;
+  }
+
   // By one thread.
   __device__ __forceinline__ void init_barriers() const {
     for (int chunk = 0; chunk < num_chunks; ++chunk) mbarrier_init(&arrived[chunk], 1);
@@ -98,14 +116,6 @@ struct SplitKAdder {
         sums[i] =
             __fmaf_rn(scale[k_block * kRows + 8 * i], slot[k_block * kSlot + i * kAdders], sums[i]);
     }
-  }
-
-  // Of 8 rows and of the CTA's columns, those of a thread of the adder.
-  __device__ __forceinline__ static int row_of(int thread) {
-    return 2 * (thread / kVector % 4) + thread % 2;
-  }
-  __device__ __forceinline__ static int column_of(int thread) {
-    return thread / kVector / 4 % 8 + thread / 2 % (kVector / 2) * 8;
   }
 
   __device__ __forceinline__ void read_scales(int thread, int row, int column) const {
