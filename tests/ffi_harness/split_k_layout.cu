@@ -41,7 +41,8 @@ static_assert(arrives_where_it_is_added<8, 8>());
 static_assert(arrives_where_it_is_added<16, 8>());
 
 // The largest k of ffi/gemm/gemm_config.cc leaves room for 4 stages of the most rows.
-static_assert(1024 + SplitKAdder<SplitConfig<16, 4>>::smem_bytes(22400 / 128) + 4 * (16 + 64) * 128 <=
+static_assert(1024 + SplitKAdder<SplitConfig<16, 4>>::smem_bytes(22400 / 128) +
+                  4 * (16 + 64) * 128 <=
               JAX_FP8GEMM_SMEM_BYTES);
 
 }  // namespace jax_fp8gemm
