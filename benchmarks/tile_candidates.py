@@ -47,7 +47,7 @@ def candidates(m: int, k: int) -> Sequence[TileConfig]:
 
 
 def all_candidates() -> Sequence[TileConfig]:
-    """Every config that some m has."""
+    """Every config that some m and k have."""
     return _unique(c for m in (1, 16, 192, 512, 4096) for c in candidates(m, 2048))
 
 

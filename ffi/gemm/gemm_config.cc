@@ -11,7 +11,7 @@
 namespace jax_fp8gemm {
 namespace {
 
-// Mirrors kNumAccums of SplitK, which waits for as many stages at once.
+// With cluster_k above 1: the multiplier waits for num_accums stages at once, at most as many.
 constexpr int32_t kLeastSplitStages = 4;
 
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
@@ -92,8 +92,8 @@ const char* BrokenSplitRule(const GemmConfig& c) {
 
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {
-  // First: what follows divides by the number of wgmmas side by side.
   if (c.cluster_k > 1) return BrokenSplitRule(c);
+  // First: what follows divides by the number of wgmmas side by side.
   if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
     return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 128, 144, 160 or 192";
   }

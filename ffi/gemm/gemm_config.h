@@ -27,7 +27,7 @@ struct GemmConfig {
   int32_t num_stages;            // k-blocks of 128 that shared memory holds
   int32_t num_slabs;             // per consumer, 8 KiB each to stage out for TMA; 0: store directly
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
-  int32_t cluster_k;             // CTAs that divide the k-blocks of a tile (cuda/gemm/split_k.cuh)
+  int32_t cluster_k;             // CTAs that divide a tile's k-blocks; 1, 4 or 8 (split_k.cuh)
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
   int32_t transpose_out;         // out is stored transposed: (n, m)
   int32_t out_f32;               // out is f32, otherwise bf16
