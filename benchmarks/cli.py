@@ -13,7 +13,7 @@ from benchmarks.case import Case
 from benchmarks.compare import compare_files
 from benchmarks.families.all_cases import LAYERS_OF_KERNELS, MESH, cases_of, exchange_rows
 from benchmarks.families.host import host_times
-from benchmarks.families.mesh import sample_steps, unusable_reason
+from benchmarks.families.mesh import local_mesh, sample_steps, unusable_reason
 from benchmarks.options import check, make_parser, peers_of, shapes_of, table_name
 from benchmarks.report import document, results_path, write_json
 from benchmarks.run import Device, Options, copy_gbps, run
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = jax.devices()[0].device_kind
     files = [pathlib.Path(arguments.json)] if arguments.json else []
     if arguments.save is not None:
-        files.append(results_path(arguments.save, name, table_name(arguments)))
+        num_gpus = local_mesh().size if is_mesh else 1
+        files.append(results_path(arguments.save, name, table_name(arguments, num_gpus)))
     if arguments.family == "host":
         _run_host(name, files)
         return 0

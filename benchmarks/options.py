@@ -52,8 +52,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def table_name(arguments: argparse.Namespace) -> str:
-    """The name of the results file."""
+def table_name(arguments: argparse.Namespace, num_gpus: int) -> str:
+    """The name of the results file.
+
+    num_gpus: of a family that runs on all of them.
+    """
     parts = [arguments.family.replace("-", "_")]
     if arguments.rows in ("held-out", "random", "curve", "short"):
         parts.append(arguments.rows.replace("-", "_"))
@@ -61,6 +64,7 @@ def table_name(arguments: argparse.Namespace) -> str:
     parts += ["exchanges"] if arguments.exchange else []
     parts += ["sustained"] if arguments.sustained else []
     parts += ["read_flush"] if arguments.flush == "read" else []
+    parts += [f"x{num_gpus}"] if arguments.family in MESH else []
     return "_".join(parts)
 
 

@@ -26,7 +26,8 @@ ONE_GPU = (
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
-ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
+_ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
+ALL_GPUS = tuple(f"{family}_x{num_gpus}" for num_gpus in (4, 2) for family in _ALL_GPUS)
 _VERSIONS = ("jax", "deep_gemm", "cublasLt", "cudnn", "torch", "tokamax", "driver")
 
 

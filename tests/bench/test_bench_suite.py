@@ -37,8 +37,10 @@ def test_steps_are_command_lines_that_fit(piece):
 
 def test_results_of_a_suite_have_names_of_their_own():
     commands = [step.command("f") for steps in PIECES.values() for step in steps if step.is_saved]
-    tables = [options.table_name(options.make_parser().parse_args(command)) for command in commands]
+    parse = options.make_parser().parse_args
+    tables = [options.table_name(parse(command), num_gpus=2) for command in commands]
     assert len(set(tables)) == len(tables)
+    assert "fsdp_x2" in tables and "dense" in tables
 
 
 # The regret compiles a program for every tile config: test_every_case_runs_with_every_tile does so.

@@ -48,7 +48,7 @@ def _quotes() -> Iterator[tuple[str, str]]:
     )
     for tokens in (8192, 4096):
         ms = lambda sums, tokens=tokens: (
-            _row("h100_fsdp", tokens=tokens, mode="unrolled", sums=sums)["us"] / 1e3
+            _row("h100_fsdp_x4", tokens=tokens, mode="unrolled", sums=sums)["us"] / 1e3
         )
         yield "recipes", f"{ms('bf16'):.1f} ms in place of {ms('f32'):.1f} ms"
     yield "inference", f"{few['us']:.1f} us on an H200, and {few['peers']['torch_bf16']:.1f} us"
