@@ -141,12 +141,12 @@ def moe_layer(
         of the mesh. It cuts the tokens (the leading dimensions of x, as one) along all axes. If
         they do not divide evenly, it adds tokens that choose no expert, and drops their results.
       exchange: how tokens travel along expert_axis: "all_gather", "all_to_all" or
-        "ragged_all_to_all" (docs/scaling.md). None takes the one that the sizes make fastest. All
-        give the same bits, except that "all_to_all" may need further turns, which add in another
-        order. It goes with expert_axis only. With an expert_axis of two axes, (hosts, devices of a
-        host), it may be a pair of these, one for each axis: a token then goes once to each host
-        that needs it, and on from there. Results are added in each host first, which gives other
-        bits (docs/numerics.md).
+        "ragged_all_to_all" (docs/scaling.md). None takes the one of the first two that the sizes
+        make faster. All give the same bits, except that "all_to_all" may need further turns, which
+        add in another order. It goes with expert_axis only. With an expert_axis of two axes,
+        (hosts, devices of a host), it may be a pair of these, one for each axis: a token then goes
+        once to each host that needs it, and on from there. Results are added in each host first,
+        which gives other bits (docs/numerics.md).
       parts: into how many parts each device divides its tokens: 1, 2 or 4. While the experts
         compute one part, the tokens of the next one and the results of the one before travel, if
         XLA's latency-hiding scheduler is on (docs/sharding.md). None takes the number that the

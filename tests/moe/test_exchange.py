@@ -120,11 +120,18 @@ def test_choice_by_the_bytes_that_move_and_the_rates(monkeypatch):
     assert type(wide) is type(make_exchange("all_to_all", "x", 32, 8192, 8))
     # 1 - (31/32)^8 of the tokens, with headroom, in whole blocks of 128.
     assert wide.slots == 2176
-    choice = functools.partial(choose_exchange, slots=4096, tokens=8192, needed=2048.0)
-    assert choice() == "all_to_all" and choose_exchange(8192, 8192, 8000.0) == "all_gather"
-    measured = _exchange.RATES["all_to_all"].bytes_per_second
-    # Its rows are those of all_to_all without the headroom of an eighth.
-    faster = _exchange.Rate(measured * 0.9, "this test")
-    monkeypatch.setitem(_exchange.RATES, "ragged_all_to_all", faster)
-    assert choice() == "ragged_all_to_all"
-    assert type(make_exchange(None, "x", 32, 8192, 8)) is _exchange.RaggedAllToAll
+    assert choose_exchange(4096, 8192) == "all_to_all"
+    assert choose_exchange(8192, 8192) == "all_gather"
+    slower = _exchange.Rate(_exchange.RATES["all_gather"].bytes_per_second / 3, "this test")
+    monkeypatch.setitem(_exchange.RATES, "all_to_all", slower)
+    assert choose_exchange(4096, 8192) == "all_gather"
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_ragged_all_to_all_is_never_chosen(size, top_k, tokens):
+    # It needs peers whose memory a GPU can write to, of which sizes say nothing.
+    assert type(make_exchange(None, "x", size, tokens, top_k)) is not _exchange.RaggedAllToAll
+    named = make_exchange("ragged_all_to_all", "x", size, tokens, top_k)
+    assert type(named) is _exchange.RaggedAllToAll
