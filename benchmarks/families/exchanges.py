@@ -25,7 +25,7 @@ from jax_fp8gemm.moe._parallel.exchange import (
 from jax_fp8gemm.moe._parallel.exchange_kinds import Exchange, RaggedAllToAll
 from jax_fp8gemm.moe._parallel.hierarchy import Hierarchy
 
-UPDATES = (1, 8, 16, 32, 64)
+UPDATES = (1, 8, 16, 32, 64, 128)
 PAIRS = ("all_to_all+all_gather", "all_to_all+all_to_all", "ragged_all_to_all+ragged_all_to_all")
 PAIR_AXES = ("hosts", AXIS)
 _RAGGED = "ragged_all_to_all"

@@ -46,7 +46,7 @@ class Rate(NamedTuple):
 RATES: Mapping[Name, Rate] = {
     "all_gather": Rate(281e9, "4 GPUs, FP8, 235 MB gathered"),
     "all_to_all": Rate(270e9, "4 GPUs, bf16, 117 MB each; FP8, 59 MB: 219"),
-    "ragged_all_to_all": Rate(86e9, "2 GPUs, 64 updates, packing included; all_to_all then 170"),
+    "ragged_all_to_all": Rate(158e9, "4 GPUs, 64 updates, packing included; all_to_all then 221"),
 }
 HEADROOM = 1.125  # the slots of a turn, over those that evenly spread choices need
 _SLOT_UNIT = 128

@@ -19,11 +19,10 @@ from jax_fp8gemm._sharding.manual_axes import match_varying
 
 How = tuple[jax.Array, ...]  # input_offsets, send_sizes, output_offsets and recv_sizes
 
-# Two H200s exchange the tokens of a layer at 3, 19, 58 and 86 GB/s a GPU with 1, 8, 32 and 64
-# updates (jax 0.11.2, `bench expert-parallel --exchange all`). On GB200s of one NVLink domain
-# 64 were no faster than 32 (marin-community/marin#8077). A power of two, because XLA's kernel
-# halves the number to share updates among CTAs. `bench expert-parallel --exchange` measures others.
-UPDATES = 64
+# CTAs of XLA's kernel. Two H200s exchange the tokens of a layer at 65, 99, 137 and 147 GB/s a GPU
+# with 64, 128, 256 and 512 of them, four H200s at 135 and 158 with 128 and 256 (jax 0.11.2,
+# `bench expert-parallel --exchange`).
+_NUM_CTAS = 256
 # XLA's kernel writes through pointers of at most 8 peers. For more of them, and for other hosts,
 # XLA queues a send and a receive of NCCL for each update: fewer are better there.
 _MAX_PEERS = 8
@@ -32,10 +31,15 @@ override: Forced[int] = Forced()  # the number of updates within a context
 
 
 def num_updates(peers: int) -> int:
-    """Returns into how many updates a device splits what it sends to each of its `peers`."""
+    """Returns into how many updates a device splits what it sends to each of so many devices.
+
+    A power of two, because XLA's kernel halves the number to share updates among CTAs.
+    """
     if override.value is not None:
         return override.value
-    return UPDATES if peers <= _MAX_PEERS else 1
+    if peers > _MAX_PEERS:
+        return 1
+    return 1 << (_NUM_CTAS // peers).bit_length() - 1
 
 
 def ragged_all_to_all(
