@@ -184,7 +184,10 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
         for config in (TILE_128X96, TILE_128X192, TILE_128X224, TILE_128X256, TILE_192X128)
     ),
     *(dataclasses.replace(config, cluster_m=4) for config in (TILE_128X192, TILE_128X256)),
-    *(dataclasses.replace(config, cluster_n=4) for config in (TILE_128X96, TILE_192X128)),
+    *(
+        dataclasses.replace(config, cluster_n=4)
+        for config in (TILE_128X96, TILE_128X160, TILE_192X128)
+    ),
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
 # for those of CONFIGS_1D2D. Tests and bench run them.
