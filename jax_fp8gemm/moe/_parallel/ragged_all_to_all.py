@@ -91,12 +91,16 @@ def dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_
     """Does what lax.ragged_all_to_all does by gathering everything; XLA has it not for CPUs."""
     me, peers = lax.axis_index(axis), lax.axis_size(axis)
     every = lambda x: lax.all_gather(x, axis)
-    # By sender and update, of what is sent to this device.
-    mine = lambda x: every(x).reshape(peers, peers, -1)[:, me]
+    # By sender, update and row of the result, of what is sent to this device. NOTE: a loop over
+    # senders, which reads one start, size and place after the other, has had wrong results: XLA
+    # for CPUs (jaxlib 0.10.2 and 0.12.0.1) then read those of another sender in a fusion.
+    mine = lambda x: every(x).reshape(peers, peers, -1, 1)[:, me]
     starts, sizes, places = map(mine, (input_offsets, send_sizes, output_offsets))
-    for sent, *updates in zip(every(rows), starts, sizes, places, strict=True):
-        for start, size, place in zip(*updates, strict=True):
-            offset = jnp.arange(out.shape[0], dtype=jnp.int32) - place
-            has_row = ((offset >= 0) & (offset < size)).reshape(-1, *(1,) * (out.ndim - 1))
-            out = jnp.where(has_row, sent.at[start + offset].get(mode="clip"), out)
-    return out
+    offset = jnp.arange(out.shape[0], dtype=jnp.int32)[None, None] - places
+    is_here = (offset >= 0) & (offset < sizes)
+    first_row = rows.shape[0] * jnp.arange(peers, dtype=jnp.int32)[:, None, None]
+    # At most one update has a row of the result.
+    source = jnp.where(is_here, first_row + starts + offset, 0).sum(axis=(0, 1))
+    has_row = is_here.any(axis=(0, 1)).reshape(-1, *(1,) * (out.ndim - 1))
+    sent = every(rows).reshape(-1, *rows.shape[1:])
+    return jnp.where(has_row, sent.at[source].get(mode="clip"), out)
