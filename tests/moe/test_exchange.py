@@ -131,7 +131,7 @@ def test_choice_by_the_bytes_that_move_and_the_rates(monkeypatch):
 @pytest.mark.parametrize("top_k", [1, 8])
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_ragged_all_to_all_is_never_chosen(size, top_k, tokens):
-    # It needs peers whose memory a GPU can write to, of which sizes say nothing.
+    # It needs peers whose memory a GPU can write to. Sizes do not tell whether they are such peers.
     assert type(make_exchange(None, "x", size, tokens, top_k)) is not _exchange.RaggedAllToAll
     named = make_exchange("ragged_all_to_all", "x", size, tokens, top_k)
     assert type(named) is _exchange.RaggedAllToAll
