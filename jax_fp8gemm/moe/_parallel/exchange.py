@@ -115,7 +115,8 @@ def choose_exchange(slots: int, tokens: int) -> Name:
     """Returns the faster one of all_gather and all_to_all, by the rows that each moves to a device.
 
     all_gather moves `tokens`, and all_to_all `slots`. ragged_all_to_all is for callers that name
-    it: XLA refuses it, or does not end, where its kernel cannot write into the memory of a peer.
+    it: without its kernel, which writes into the memory of at most 8 peers, XLA refused it or did
+    not end (docs/sharding.md).
     """
     rows: dict[Name, int] = {"all_gather": tokens, "all_to_all": slots}
     return min(rows, key=lambda name: rows[name] / RATES[name].bytes_per_second)

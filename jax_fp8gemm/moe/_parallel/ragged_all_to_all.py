@@ -92,8 +92,8 @@ def dense_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_
     me, peers = lax.axis_index(axis), lax.axis_size(axis)
     every = lambda x: lax.all_gather(x, axis)
     # By sender, update and row of the result, of what is sent to this device. NOTE: a loop over
-    # senders, which reads one start, size and place after the other, has had wrong results: XLA
-    # for CPUs (jaxlib 0.10.2 and 0.12.0.1) then read those of another sender in a fusion.
+    # senders, which read one start, size and place after the other, lost tokens: XLA for CPUs
+    # (jaxlib 0.10.2 and 0.12.0.1) computed a fusion of these otherwise than its HLO says.
     mine = lambda x: every(x).reshape(peers, peers, -1, 1)[:, me]
     starts, sizes, places = map(mine, (input_offsets, send_sizes, output_offsets))
     offset = jnp.arange(out.shape[0], dtype=jnp.int32)[None, None] - places
