@@ -55,7 +55,8 @@ def check_mesh(expert_axis: Any, exchange: Any, parts: Any, mesh: Any) -> None:
         got = dict(exchange=exchange, parts=parts, mesh=mesh)
         got = ", ".join(f"{name} {checks.short_repr(value)}" for name, value in got.items())
         raise ValueError(
-            f"{OP}: exchange, parts and mesh must go with expert_axis; got {got} without"
+            f"{OP}: exchange, parts and mesh must go with expert_axis; got {got} and no "
+            "expert_axis. Name the mesh axis that cuts the experts, or leave these arguments out."
         )
     if not isinstance(mesh, None | Mesh | AbstractMesh):
         raise TypeError(f"{OP}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}")

@@ -257,7 +257,7 @@ BAD_LAYERS = [
     ((X, LOGITS2, UP, DOWN), dict(top_k=2, mesh="foo"), ValueError,
      "exchange, parts and mesh must go with expert_axis; got exchange None, parts 1, mesh 'foo'"),
     ((X, LOGITS2, UP, DOWN), dict(top_k=2, exchange="all_gather"), ValueError,
-     "exchange, parts and mesh must go with expert_axis; got exchange 'all_gather', parts 1, m"),
+     "got exchange 'all_gather', parts 1, mesh None and no expert_axis. Name the mesh axis that "),
     ((X, LOGITS2, UP, DOWN), dict(top_k=2, expert_axis="x", mesh="foo"), TypeError,
      "mesh must be a jax.sharding.Mesh; got 'foo'"),
     ((X, (TOP, X[:, :2]), UP, DOWN), dict(scoring="sigmoid"), ValueError,
