@@ -17,10 +17,15 @@ struct Output {
 };
 
 // columns: of the transposed values; m unless ragged.
-std::vector<Output> OutputsOfMode(int32_t mode, int64_t m, int64_t k, int64_t columns) {
+std::vector<Output> OutputsOfMode(const QuantizeConfig& config, int64_t m, int64_t k,
+                                  int64_t columns) {
+  const int32_t mode = config.mode;
   const int64_t mb = CeilDiv(columns, kScaleBlock), kb = CeilDiv(k, kScaleBlock);
-  const Output values = {&QuantizeParams::values, false, m, k};
-  const Output transposed = {&QuantizeParams::transposed, false, k, columns};
+  const auto stored = [&](int64_t row, int64_t blocks) {
+    return config.padded ? blocks * kScaleBlock : row;
+  };
+  const Output values = {&QuantizeParams::values, false, m, stored(k, kb)};
+  const Output transposed = {&QuantizeParams::transposed, false, k, stored(columns, mb)};
   // Rows or columns have a scale for each 128 elements, blocks one for 128 x 128.
   const bool has_blocks = mode == kBlock || mode == kBlockBoth;
   const bool has_column_scale = mode == kColumn || mode == kRowColumn;
@@ -34,7 +39,7 @@ std::vector<Output> OutputsOfMode(int32_t mode, int64_t m, int64_t k, int64_t co
 }
 
 std::vector<Output> Outputs(const QuantizeConfig& config, const QuantizeParams& params) {
-  std::vector<Output> outputs = OutputsOfMode(config.mode, params.m, params.k, params.num_columns);
+  std::vector<Output> outputs = OutputsOfMode(config, params.m, params.k, params.num_columns);
   if (config.source == kWeightedSwigluGrad) {
     outputs.push_back({&QuantizeParams::dots, true, CeilDiv(params.k / 2, kScaleBlock), params.m});
   }

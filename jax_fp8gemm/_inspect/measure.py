@@ -75,6 +75,7 @@ def of_eqn(eqn: Any, stack: str, operands: list[Any], results: list[Any]) -> Fou
         found, keys[:] = [], []
         split = list(arrays[: len(operands)]), list(arrays[len(operands) :])
         for along, x, values, scale in _quantisations(eqn, *split):
+            values = values[..., : x.shape[-1]]  # without those that pad a row
             keys.append(Key(*where, along, x.shape, values.dtype.name))
             found.append(_row(x, values, scale, (128, 128) if along == "block" else (1, 128)))
         return jnp.stack(found)

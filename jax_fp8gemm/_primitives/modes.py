@@ -27,6 +27,14 @@ def split(mode: str) -> tuple[str | None, str | None]:
     return ("row", None) if mode == "row" else (None, mode)
 
 
+def last_dims(mode: str) -> str:
+    """Returns those of "m" and "k" that are last in values of the mode, for x (m, k)."""
+    if mode in SQUARE:
+        return {"block": "k", "block_transposed": "m", "block_both": "km"}[mode]
+    rows, columns = split(mode)
+    return ("k" if rows else "") + ("m" if columns else "")
+
+
 def has_square_columns(mode: str) -> bool:
     """Returns whether the columns of a mode have 128x128 blocks."""
     return mode in (_COLUMNS[True], _ROWS_AND_COLUMNS[True])

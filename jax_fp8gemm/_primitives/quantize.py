@@ -13,6 +13,9 @@ _data/rounding.py defines both to the bit, and is the reference. The mode says w
     "block_both"        128x128 blocks; values (..., m, k), then (..., k, m)
     "row_block_transposed"  those of "row"; and 128x128 blocks, values (k, ..., m)
 
+With `padded`, the last dimension of values is rounded up to a multiple of 128. Zeros fill it, or
+NaN where the block is NaN. The rows of a product's operands then start at lines of the L2.
+
 The blocks are those of the DeepSeek-V3 report, section 3.3.2.
 """
 
@@ -46,29 +49,58 @@ _MAX_BATCH = 65535
 
 @jax.named_scope("fp8gemm_quantize")
 def quantize_in_mode(
-    x: ArrayLike, mode: str, **args: Unpack[QuantizeArgs]
+    x: ArrayLike, mode: str, padded: bool = False, **args: Unpack[QuantizeArgs]
 ) -> tuple[ScaledArray, ...]:
-    """Quantises x (..., m, k) without checks. Modes of rows and columns have two results."""
-    return bind_in_mode(quantize_p, [jnp.asarray(x)], mode, args)
+    """Quantises x (..., m, k) without checks. Modes of rows and columns have two results.
+
+    padded: whether the last dimension of values is rounded up to whole scale blocks.
+    """
+    x = jnp.asarray(x)
+    padded = padded and bool(_unfilled_dims(x, mode))
+    return bind_in_mode(partial(quantize_p, padded=padded), [x], mode, args)
 
 
 def rows_and_columns(
-    x: ArrayLike, column_block: tuple[int, int] = (1, _BLOCK), **args: Unpack[QuantizeArgs]
+    x: ArrayLike,
+    column_block: tuple[int, int] = (1, _BLOCK),
+    padded: bool = False,
+    **args: Unpack[QuantizeArgs],
 ) -> tuple[ScaledArray, ScaledArray]:
     """Quantises x (..., m, k) along k, (..., m, k), and along m, (k, ..., m), in one read.
 
-    column_block: the scale block of the latter, (1, 128) or (128, 128).
+    column_block: the scale block of the latter, (1, 128) or (128, 128). padded: of both.
     """
-    rows, columns = quantize_in_mode(x, modes.of_columns(column_block, with_rows=True), **args)
+    mode = modes.of_columns(column_block, with_rows=True)
+    rows, columns = quantize_in_mode(x, mode, padded, **args)
     return rows, columns
 
 
-def quantize_transposed(x: ArrayLike, **args: Unpack[QuantizeArgs]) -> ScaledArray:
+def quantize_transposed(
+    x: ArrayLike, padded: bool = False, **args: Unpack[QuantizeArgs]
+) -> ScaledArray:
     """Returns quantize(x, block=(128, 128)).T, and does not store the untransposed values."""
-    return quantize_in_mode(x, "block_transposed", **args)[0]
+    return quantize_in_mode(x, "block_transposed", padded, **args)[0]
 
 
-def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
+def _unfilled_dims(x, mode: str) -> str:
+    """Returns those of "m" and "k" that are last in values of the mode, and end within a block."""
+    extents = dict(m=x.shape[-2], k=x.shape[-1])
+    is_unfilled = lambda extent: isinstance(extent, int) and extent % _BLOCK != 0
+    return "".join(name for name in modes.last_dims(mode) if is_unfilled(extents[name]))
+
+
+def _shape_rule(
+    x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool
+) -> list[jax.ShapeDtypeStruct]:
+    results = _unpadded_types(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+    for i, result in enumerate(results if padded else ()):
+        if result.dtype != jnp.float32:
+            last = formats.num_blocks(result.shape[-1]) * _BLOCK
+            results[i] = jax.ShapeDtypeStruct((*result.shape[:-1], last), result.dtype)
+    return results
+
+
+def _unpadded_types(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.ShapeDtypeStruct]:
     checks.check_min_ndim("quantize", "x", x, 2, "(..., m, k)")
     *batch, m, k = x.shape
     *front, last = [k, *batch]
@@ -90,7 +122,9 @@ def _shape_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Shape
     }[mode]
 
 
-def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
+def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> list[jax.Array]:
+    if padded:
+        return _padded_reference(x, mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
     run = partial(quantize_blocks, x, e5m2=e5m2, pow2_scale=pow2_scale)
     if mode in modes.SQUARE:
         values, scale = run(block_m=_BLOCK, is_transposed=mode == "block_transposed")
@@ -104,8 +138,16 @@ def _reference(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]
     ]
 
 
-def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
-    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale)
+def _padded_reference(x, **params: Any) -> list[jax.Array]:
+    """Quantises `x` with zeros behind m and k, and leaves out the rows of zeros."""
+    ends = [(0, 0)] * (x.ndim - 2) + [(0, -extent % _BLOCK) for extent in x.shape[-2:]]
+    filled = _reference(jnp.pad(x, ends), **params, padded=False)
+    types = _shape_rule(x, **params, padded=True)
+    return [y[tuple(map(slice, t.shape))] for y, t in zip(filled, types, strict=True)]
+
+
+def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> list[jax.Array]:
+    params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale, padded=padded)
     results = _shape_rule(x, **params)
     if x.size == 0:
         return _reference(x, **params)
@@ -121,7 +163,10 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
     layouts = [column_major if r.dtype == jnp.float32 else row_major for r in results]
     if mode in modes.SQUARE or modes.has_square_columns(mode):
         layouts[-1] = row_major
-    config = quantize_config.attributes(mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale)
+    is_padded = padded and bool(_unfilled_dims(x, mode))
+    config = quantize_config.attributes(
+        mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale, is_padded=is_padded
+    )
     call = jax.ffi.ffi_call(
         extension.QUANTIZE_TARGET,
         results,
@@ -173,7 +218,7 @@ def _dce_rule(used, *, mode: str, **params) -> tuple[dict[str, Any], Sequence[in
     return keep_used_axes(used, mode=mode, **params)
 
 
-def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionRule:
+def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> PartitionRule:
     batch = "".join(f"b{i} " for i in range(x.ndim - 2))
     rows, columns, transposed = f"{batch}m k", f"k {batch}m", f"{batch}k m"
     results = {
@@ -186,7 +231,8 @@ def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool) -> PartitionR
         "row_block_transposed": (rows, rows, columns, columns),
     }[mode]
     blocked = {"row": "k", "column": "m"}.get(mode, "mk")
-    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK))
+    uncut = tuple(_unfilled_dims(x, mode)) if padded else ()
+    return PartitionRule((rows,), results, dict.fromkeys(blocked, _BLOCK), uncut=uncut)
 
 
 quantize_p = define_primitive(

@@ -46,6 +46,7 @@ def attributes(
     e5m2: bool,
     pow2_scale: bool,
     is_ragged: bool = False,
+    is_padded: bool = False,
     source: str = "plain",
     activation: Activation = "silu",
 ) -> dict[str, np.int32]:
@@ -59,6 +60,7 @@ def attributes(
         e5m2=np.int32(e5m2),
         pow2_scale=np.int32(pow2_scale),
         ragged=np.int32(is_ragged),
+        padded=np.int32(is_padded),
         source=np.int32(SOURCES.index(source)),
         **activation_attributes(activation),
     )
@@ -92,6 +94,7 @@ def kernel_configs(*, e5m2: bool, pow2_scale: bool) -> Iterator[dict[str, np.int
     ]
     how = dict(e5m2=e5m2, pow2_scale=pow2_scale)
     yield from _configs((*plain, *ragged), **how)
+    yield from _configs(plain, **how, is_padded=True)
     yield from activation_configs("silu", **how)
     yield from _configs(gather, **how)
 

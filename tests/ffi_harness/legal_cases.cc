@@ -142,10 +142,11 @@ void AddQuantizeResults(Case& c, const std::vector<int64_t>& batch, int64_t m, i
   const XLA_FFI_DataType fp8 = Fp8(c.Get("e5m2"));
   const int64_t kb = Blocks(k), cb = Blocks(columns);
   const int32_t mode = c.Get("mode");
-  if (mode != kColumn && mode != kBlockTransposed) add("values", fp8, m, k);
+  const auto stored = [&](int64_t row) { return c.Get("padded") ? Multiple(row, 128) : row; };
+  if (mode != kColumn && mode != kBlockTransposed) add("values", fp8, m, stored(k));
   const bool scales_rows = mode == kRow || mode == kRowColumn || mode == kRowBlockTransposed;
   if (scales_rows) add("scale", kF32, m, kb);
-  if (mode != kRow && mode != kBlock) add("transposed", fp8, k, columns);
+  if (mode != kRow && mode != kBlock) add("transposed", fp8, k, stored(columns));
   if (mode == kColumn || mode == kRowColumn) add("transposed_scale", kF32, k, cb);
   if (mode == kBlock || mode == kBlockBoth) add("scale", kF32, cb, kb);
   if (mode == kBlockTransposed || mode == kRowBlockTransposed) {

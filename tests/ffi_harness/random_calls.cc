@@ -63,9 +63,9 @@ void RunBeyondLimits() {
   constexpr int64_t k = int64_t{1} << 30, g = 1024, columns = 127 * g / 128 * 128;
   Case c = {};
   c.op = &kQuantize;
-  c.attributes.config = {{"activation", 0}, {"alpha", 0},    {"e5m2", 0},       {"input", 0},
-                         {"limit", 0},      {"mode", 1},     {"pow2_scale", 0}, {"ragged", 1},
-                         {"source", 0},     {"up_offset", 0}};
+  c.attributes.config = {{"activation", 0}, {"alpha", 0},  {"e5m2", 0},     {"input", 0},
+                         {"limit", 0},      {"mode", 1},   {"padded", 0},   {"pow2_scale", 0},
+                         {"ragged", 1},     {"source", 0}, {"up_offset", 0}};
   c.args = {{"x", XLA_FFI_DataType_BF16, {1, k}, 0},
             {"group_sizes", XLA_FFI_DataType_S32, {g}, 0},
             {"first_row", XLA_FFI_DataType_S32, {1}, 0}};

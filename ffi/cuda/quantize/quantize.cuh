@@ -39,6 +39,10 @@
 // scales of 16 rows. Rows that are not a multiple of 8 long (16, if x is FP8) are read and
 // written element by element.
 //
+// Padded: rows of values and of `transposed` end with zeros, at the next multiple of 128 (with NaN,
+// where their block is NaN). So they are written by 8 bytes, and a product reads each 128 bytes of
+// a row from one line of the L2.
+//
 // Ragged (modes that store `transposed`, but block_both): it has num_columns columns, and columns
 // of no token are zero. Where rows are stored too, a CTA that takes rows of no group also stores a
 // block of zeros. A source that leaves rows stores those of groups alone.
@@ -204,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
       jax_fp8gemm::batch_element<Quantizer>(params, blockIdx.y);
   Quantizer quantizer{{element, shared, lane, warp}};
 
-  const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
-                          (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
+  const bool is_aligned =
+      Quantizer::Source::is_aligned(params.k) && (!Quantizer::kStoresColumns || Config::kIsRagged ||
+                                                  Quantizer::kIsPadded || params.m % 8 == 0);
   is_aligned ? quantizer.template run<true>() : quantizer.template run<false>();
 }

@@ -47,11 +47,15 @@ __device__ __forceinline__ decltype(auto) batch_element(const QuantizeParams& la
     constexpr int kScaleBlock = Quantizer::kScaleBlock;
     QuantizeParams params = launched;
     const int64_t num_values = static_cast<int64_t>(params.m) * params.k * index;
+    const auto num_stored = [&](int rows, int columns) {
+      if constexpr (!Quantizer::kIsPadded) return num_values;
+      return static_cast<int64_t>(rows) * Quantizer::row_pitch(columns) * index;
+    };
     const int64_t num_scales = static_cast<int64_t>(ceil_div(params.m, kScaleBlock)) *
                                ceil_div(params.k, kScaleBlock) * index;
     params.x += num_values * Quantizer::Elements::kElemBytes;
-    params.values += num_values;
-    params.transposed += num_values;
+    params.values += num_stored(params.m, params.k);
+    params.transposed += num_stored(params.k, params.m);
     params.scale += num_scales;
     params.transposed_scale += num_scales;
     return params;

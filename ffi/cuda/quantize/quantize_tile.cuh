@@ -19,6 +19,7 @@ struct QuantizedTile {
   static constexpr bool kScalesRows =
       kMode == kRow || kMode == kRowColumn || kMode == kRowBlockTransposed;
   static constexpr bool kHasBatch = kIsBlock && !kScalesRows && !Config::kIsRagged;
+  static constexpr bool kIsPadded = Config::kIsPadded;
   static constexpr bool kStoresRows = kMode != kColumn && kMode != kBlockTransposed;
   static constexpr bool kStoresColumns = kMode != kRow && kMode != kBlock;
 
@@ -57,6 +58,11 @@ struct QuantizedTile {
   typename Walk::Place place;
   Elements elements;
 
+  // Values from one row of `values` or of `transposed` to the next, which has that many.
+  static __device__ __forceinline__ int row_pitch(int num_values) {
+    return kIsPadded ? ceil_div(num_values, kScaleBlock) * kScaleBlock : num_values;
+  }
+
   __device__ __forceinline__ int half() const { return lane / 16; }
   __device__ __forceinline__ int chunk() const { return lane % 16; }
   __device__ __forceinline__ int row(const typename Walk::Place& of) const {
@@ -67,7 +73,7 @@ struct QuantizedTile {
   }
 
   // kIsAligned, here and below: k is a multiple of 8 (16 for some sources), and m is one of 8 if
-  // columns are stored.
+  // columns are stored, unless they are padded.
   template <bool kIsAligned>
   __device__ __forceinline__ void fill() {
     Source::template fill<kIsAligned>(elements, params, row(place), column(place), place.row_end);
@@ -150,16 +156,16 @@ struct QuantizedTile {
   template <bool kIsAligned>
   __device__ __forceinline__ void store_rows(const float (&factors)[kFragmentRows]) {
     const int num_rows = place.row_end - row(place);  // may be negative
-    const int64_t first = static_cast<int64_t>(row(place)) * params.k + column(place);
+    const int64_t first = static_cast<int64_t>(row(place)) * row_pitch(params.k) + column(place);
     uint8_t* target = params.values + first;
 #pragma unroll
     for (int i = 0; i < kFragmentRows; ++i) {
       float x[8];
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) x[j] = mul_rn(elements.at(i, j), factors[i]);
-      const int count = i < num_rows ? params.k - column(place) : 0;
-      store_8_bytes<kIsAligned>(target, round_fp8x8<Config::kE5M2>(x), count);
-      target += params.k;
+      const int count = i < num_rows ? row_pitch(params.k) - column(place) : 0;
+      store_8_bytes<kIsAligned || kIsPadded>(target, round_fp8x8<Config::kE5M2>(x), count);
+      target += row_pitch(params.k);
     }
   }
 
@@ -262,7 +268,7 @@ struct QuantizedTile {
     constexpr int kRowsAtOnce = kNumThreads / 16;
     const int unit = threadIdx.x % 16;
     const int first_byte = tile_row + 8 * unit;
-    const int num_columns = Config::kIsRagged ? params.num_columns : params.m;
+    const int num_columns = Config::kIsRagged ? params.num_columns : row_pitch(params.m);
     uint8_t* target = params.transposed + first_byte +
                       static_cast<int64_t>(place.first_column + threadIdx.x / 16) * num_columns;
 #pragma unroll
@@ -271,7 +277,7 @@ struct QuantizedTile {
       uint2 bytes = {0, 0};
       if constexpr (!kIsEmpty) bytes = shared.transposed[c][unit ^ (c / 8)];
       const int count = place.first_column + c < params.k ? num_columns - first_byte : 0;
-      store_8_bytes<kIsAligned>(target, bytes, count);
+      store_8_bytes<kIsAligned || kIsPadded>(target, bytes, count);
       target += static_cast<int64_t>(kRowsAtOnce) * num_columns;
     }
   }

@@ -1,0 +1,91 @@
+"""Operands whose rows are stored in whole scale blocks: their bits, and those of products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import padded_cases
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
+
+import jax_fp8gemm as jf
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@pytest.mark.parametrize("mode", padded_cases.MODES)
+@pytest.mark.parametrize("fmt, pow2", [(E4M3, False), (E5M2, True)])
+def test_zeros_fill_the_rows_and_all_else_is_the_same(mode, fmt, pow2):
+    for shape in padded_cases.SHAPES:
+        x = padded_cases.with_special_blocks(shape, jnp.bfloat16)
+        padded_cases.assert_padded(x, mode, "xla", fmt=fmt, pow2=pow2)
+
+
+@pytest.mark.parametrize("mode", padded_cases.MODES)
+@pytest.mark.parametrize("rows", [128, 72])
+def test_elements_of_a_batch_are_those_of_single_calls(mode, rows):
+    x = jax.random.normal(jax.random.key(0), (3, rows, 200), jnp.bfloat16)
+    how = dict(dtype=E4M3, pow2_scale=False, implementation="xla")
+    run = functools.partial(padded_cases.quantized, mode=mode, **how)
+    mapped, leading = jax.vmap(run)(x), run(x)
+    for i in range(3):
+        for one, a, b in zip(run(x[i]), mapped, leading, strict=True):
+            # Columns have the batch behind k.
+            b = b if b.shape[0] == 3 else jnp.moveaxis(b, 1, 0)
+            assert np.array_equal(a[i].view(jnp.uint8), one.view(jnp.uint8))
+            assert np.array_equal(b[i].view(jnp.uint8), one.view(jnp.uint8))
+
+
+def _unpadded(x, w, dout, how):
+    """The three products of matmul, of operands that the public quantisers return."""
+    product = functools.partial(jf.scaled_matmul, **how)
+    square = jf.quantize(w, block=(128, 128), with_transpose=True)
+    x_rows, x_columns = jf.quantize_both(x)
+    dout_rows, dout_columns = jf.quantize_both(dout)
+    out = product(x_rows, square.T)
+    return out, product(dout_rows, square), product(x_columns, dout_columns)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "emulate"])
+@pytest.mark.parametrize("m, k, n", [(200, 562, 300), (130, 129, 72), (3, 5, 7)])
+def test_products_have_the_bits_of_operands_without_padding(m, k, n, implementation):
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
+    x = x.at[0, -1].set(jnp.nan)
+    out, vjp = jax.vjp(functools.partial(jf.matmul, implementation=implementation), x, w)
+    expected = _unpadded(x, w, dout, dict(implementation=implementation))
+    for actual, wanted in zip((out, *vjp(dout)), expected, strict=True):
+        np.testing.assert_array_equal(actual.view(jnp.uint16), wanted.view(jnp.uint16))
+    assert bool(jnp.isnan(out[0]).all()) and bool(jnp.isfinite(out[1:]).all())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "x_spec, w_spec, out_spec",
+    [(P(None, "x"), P("x", None), P()), (P("x", None), P(None, "x"), P("x", None))],
+    ids=str,
+)
+def test_a_mesh_cuts_no_padded_dimension(axis_type, x_spec, w_spec, out_spec):
+    """m, k and n are no multiples of four blocks, but with their padding they are."""
+    m, k, n = 500, 496, 508
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
+
+    def step(x, w, dout):
+        multiply = functools.partial(jf.matmul, implementation="xla", **out_sharding)
+        out, vjp = jax.vjp(multiply, x, w)
+        return out, *vjp(dout)
+
+    out_sharding = {}
+    expected = jax.jit(step)(x, w, dout)
+    on = mesh(axis_type)
+    if axis_type == AxisType.Explicit:
+        out_sharding = dict(out_sharding=NamedSharding(on, out_spec))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(on, spec))
+    with jax.set_mesh(on):
+        found = jax.jit(step)(put(x, x_spec), put(w, w_spec), put(dout, out_spec))
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
