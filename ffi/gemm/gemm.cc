@@ -14,6 +14,13 @@
 namespace jax_fp8gemm {
 namespace {
 
+// The columns of out. Where 1x128 scales of rhs do not lie along them, out has up to 7 more than
+// rhs has rows.
+int64_t CountColumns(const GemmConfig& config, int64_t rhs_rows) {
+  const bool is_1d2d = !config.is_1d1d && !config.transpose_out;
+  return is_1d2d ? CeilDiv(rhs_rows, 8) * 8 : rhs_rows;
+}
+
 bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
   return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
 }
@@ -31,7 +38,8 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
   if (GroupingOf(config) != Grouping::kNone) {
     return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
   }
-  const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t n = CountColumns(config, rhs.dimensions()[0]);
   const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
   const int64_t num_tiles =
       is_in_range ? CeilDiv(m, config.block_m) * CeilDiv(n, config.block_n) : 0;
@@ -56,7 +64,8 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
                                     const ffi::AnyBuffer& rhs_scale,
                                     const ffi::RemainingArgs& accum, const ffi::AnyBuffer& out) {
   FFI_RETURN_IF_ERROR(CheckValues(config, lhs, rhs));
-  const int64_t m = lhs.dimensions()[0], n = rhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t n = CountColumns(config, rhs.dimensions()[0]);
   const int64_t kb = CeilDiv(k, kScaleBlock), nb = CeilDiv(n, kScaleBlock);
   constexpr ffi::DataType kF32 = ffi::DataType::F32;
   FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "lhs_scale", lhs_scale, kF32, {m, kb}));
@@ -77,7 +86,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                          BindParams(config, lhs, lhs_scale, rhs, rhs_scale, accum, *out));
     const int64_t num_units = CeilDiv(params.m, config.block_m * config.cluster_m) *
                               CeilDiv(params.n, config.block_n * config.cluster_n);
-    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), params.n,
+    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), rhs.dimensions()[0],
                       config.transpose_out ? params.n : params.m,
                       num_units * config.cluster_m * config.cluster_n, stream);
   });

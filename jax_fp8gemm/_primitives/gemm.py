@@ -175,8 +175,9 @@ def _ffi_call(
 ):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros.
 
-    In the kernel 128x128 scales belong to rhs. If they are those of lhs, the operands are
-    exchanged, and the kernel stores the transpose of what it computes.
+    A 1d2d product has a result of more columns instead of an rhs of more rows. In the kernel
+    128x128 scales belong to rhs. If they are those of lhs, the operands are exchanged, and the
+    kernel stores the transpose of what it computes.
     """
     m, k = lhs.shape
     n = rhs.shape[0]
@@ -186,10 +187,9 @@ def _ffi_call(
         jnp.pad(x, ((0, rows), (0, columns)), constant_values=value) if rows or columns else x
     )
     pad_k, pad_n = -k % 16, -n % 8
-    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, pad_n, pad_k)
+    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, 0, pad_k)
     if is_1d1d or is_2d1d:
-        rhs_scale = pad(rhs_scale, pad_n, 0, 1)
-    # 128x128 scales need no padding: n rounded up to 8 ends in the same block.
+        rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
     accum = [pad(x, 0, pad_n) for x in accum]
     num_sms = extension.num_sms()
     spec = dict(

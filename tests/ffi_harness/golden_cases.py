@@ -138,6 +138,9 @@ def _dense_cases() -> list[Case]:
             _dense(f"dense 1d1d accumulate, {shape_name}", shape, large, "accumulate", True)
         )
         cases.append(_dense(f"dense 1d2d f32, {shape_name}", shape, large, "f32", e5m2=True))
+    # Fewer rows of rhs than columns of the result.
+    case = _dense("dense 1d2d, n no multiple of 8", Shape(200, 2888, 2896), large)
+    cases.append(replace(case, args=case.args | {"rhs": ("f8e4m3fn", (2881, 2896))}))
     # One row of tiles and the largest k; and more tiles than clusters.
     for i, config in enumerate(split_k.SPLIT_K_CONFIGS):
         rows = config.block_m

@@ -79,6 +79,8 @@ def _gemm(case: Case) -> dict:
     c = case.config
     m, k = case.args["lhs"][1]
     n = case.args["rhs"][1][0]
+    if c["grouping"] == 0 and not (c["is_1d1d"] or c["transpose_out"]):
+        n = case.rets["out"][1][1]
     if c["grouping"] == 1:
         n = 2 * case.rets["h"][1][1] if c["gated"] else case.rets["out"][1][1]
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0

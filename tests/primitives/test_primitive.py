@@ -141,11 +141,12 @@ def test_accumulation_is_aliased_in_the_custom_call():
 
 
 @pytest.mark.parametrize("k, n, padded", [(1003, 129, (1008, 136)), (2880, 2112, (2880, 2112))])
-def test_ragged_k_and_n_are_padded_to_what_the_kernel_takes(k, n, padded):
-    calls = custom_calls(cuda_text(matmul, struct(65, k), struct(k, n)))
+def test_quantised_operands_are_padded_to_what_the_kernel_takes(k, n, padded):
+    multiply = lambda x, w: scaled_matmul(quantize(x), quantize(w, block=(128, 128)))
+    calls = custom_calls(cuda_text(multiply, struct(65, k), struct(n, k)))
     line = calls[-1][2]
     assert f"tensor<65x{padded[0]}xf8E4M3FN>" in line
-    assert f"tensor<{padded[1]}x{padded[0]}xf8E4M3FN>" in line
+    assert f"tensor<{n}x{padded[0]}xf8E4M3FN>" in line
     assert f"tensor<65x{padded[1]}xbf16>" in line
 
 
