@@ -140,6 +140,18 @@ def test_accumulation_is_aliased_in_the_custom_call():
     assert f"operand_layouts = [{', '.join(layouts)}]" in line
 
 
+@pytest.mark.parametrize("k, n, padded", [(1003, 129, (1024, 136)), (2880, 2112, (2944, 2112))])
+def test_ragged_k_is_padded_where_it_is_quantised_and_n_in_the_result(k, n, padded):
+    text = cuda_text(matmul, struct(65, k), struct(k, n))
+    calls = custom_calls(text)
+    assert [config["padded"] for _, config, _ in calls[:-1]] == [1, 1]
+    line = calls[-1][2]
+    assert f"tensor<65x{padded[0]}xf8E4M3FN>" in line
+    assert f"tensor<{n}x{padded[0]}xf8E4M3FN>" in line
+    assert f"tensor<65x{padded[1]}xbf16>" in line
+    assert "stablehlo.pad" not in text
+
+
 @pytest.mark.parametrize("k, n, padded", [(1003, 129, (1008, 136)), (2880, 2112, (2880, 2112))])
 def test_quantised_operands_are_padded_to_what_the_kernel_takes(k, n, padded):
     multiply = lambda x, w: scaled_matmul(quantize(x), quantize(w, block=(128, 128)))
