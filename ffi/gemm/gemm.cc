@@ -21,6 +21,11 @@ int64_t CountColumns(const GemmConfig& config, int64_t rhs_rows) {
   return is_1d2d ? CeilDiv(rhs_rows, 8) * 8 : rhs_rows;
 }
 
+// Of a matrix.
+Operand OperandOf(const ffi::AnyBuffer& x) {
+  return {x.untyped_data(), x.dimensions()[0], x.dimensions()[1]};
+}
+
 bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
   return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
 }
@@ -28,23 +33,23 @@ bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
 ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                        const ffi::AnyBuffer& rhs) {
   if (!IsBuffer(lhs, Fp8Type(config.lhs_e5m2)) || !IsBuffer(rhs, Fp8Type(config.rhs_e5m2)) ||
-      lhs.dimensions()[1] != rhs.dimensions()[1]) {
+      CeilDiv(lhs.dimensions()[1], kScaleBlock) != CeilDiv(rhs.dimensions()[1], kScaleBlock)) {
     return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)),
                            "[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),
-                           "[n,k] at multiples of 16 bytes above 0; got lhs ", ShapeText(lhs),
-                           " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs), " at ",
-                           rhs.untyped_data());
+                           "[n,k] of as many k-blocks, at multiples of 16 bytes above 0; got lhs ",
+                           ShapeText(lhs), " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs),
+                           " at ", rhs.untyped_data());
   }
   if (GroupingOf(config) != Grouping::kNone) {
     return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
   }
-  const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1];
+  const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1], rhs_k = rhs.dimensions()[1];
   const int64_t n = CountColumns(config, rhs.dimensions()[0]);
   const bool is_in_range = 1 <= std::min({m, n, k}) && std::max({m, n, k}) <= kMaxDim;
   const int64_t num_tiles =
       is_in_range ? CeilDiv(m, config.block_m) * CeilDiv(n, config.block_n) : 0;
   const int64_t row = config.transpose_out ? m : n;
-  if (!is_in_range || k % 16 != 0 || row % 8 != 0 || num_tiles > kMaxDim) {
+  if (!is_in_range || k % 16 != 0 || rhs_k % 16 != 0 || row % 8 != 0 || num_tiles > kMaxDim) {
     return InvalidArgument("gemm: m, n and k must be in 1..2^30, k a multiple of 16, ",
                            config.transpose_out ? "m" : "n", " of 8, and tiles of out at most ",
                            "2^30; got lhs ", ShapeText(lhs), ", rhs ", ShapeText(rhs),
@@ -86,7 +91,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                          BindParams(config, lhs, lhs_scale, rhs, rhs_scale, accum, *out));
     const int64_t num_units = CeilDiv(params.m, config.block_m * config.cluster_m) *
                               CeilDiv(params.n, config.block_n * config.cluster_n);
-    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), rhs.dimensions()[0],
+    return LaunchGemm(config, params, OperandOf(lhs), OperandOf(rhs),
                       config.transpose_out ? params.n : params.m,
                       num_units * config.cluster_m * config.cluster_n, stream);
   });

@@ -65,26 +65,23 @@ int64_t RhsBoxRows(const GemmConfig& config) {
 }
 
 // Encodes the maps that the kernel uses of this config and shape; the others stay zero.
-ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const void* lhs,
-                            const void* rhs, uint64_t rhs_rows, uint64_t out_rows,
-                            GemmParams& params) {
+ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const Operand& lhs,
+                            const Operand& rhs, uint64_t out_rows, GemmParams& params) {
   constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-  const uint64_t m = params.lhs_rows, n = params.n, k = params.k;
+  const auto encode = [&](const Operand& x, uint32_t box_rows) {
+    return EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, x.data, x.columns, x.rows,
+                             x.columns, kScaleBlock, box_rows, kSwizzle);
+  };
+  const uint64_t m = lhs.rows, n = params.n;
   const uint64_t kb = CeilDiv(params.k, kScaleBlock);
   if (m * kb > INT32_MAX) {  // the kernel counts them in 32 bits
     return InvalidArgument("gemm: lhs must have less than 2^31 scales; got ", m, " rows of ", kb);
   }
   // The CTAs of a cluster load a part each of the tile that they share.
-  FFI_ASSIGN_OR_RETURN(params.lhs,
-                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
-                                         kScaleBlock, config.block_m / config.cluster_n, kSwizzle));
-  FFI_ASSIGN_OR_RETURN(params.rhs,
-                       EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, rhs, k, rhs_rows, k,
-                                         kScaleBlock, RhsBoxRows(config), kSwizzle));
+  FFI_ASSIGN_OR_RETURN(params.lhs, encode(lhs, config.block_m / config.cluster_n));
+  FFI_ASSIGN_OR_RETURN(params.rhs, encode(rhs, RhsBoxRows(config)));
   if (const int64_t part_rows = PartRows(config, params.m); part_rows > 0) {
-    FFI_ASSIGN_OR_RETURN(params.lhs_part,
-                         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, lhs, k, m, k,
-                                           kScaleBlock, part_rows, kSwizzle));
+    FFI_ASSIGN_OR_RETURN(params.lhs_part, encode(lhs, part_rows));
   }
   // Else the stride is no multiple of 16 bytes, and the kernel copies otherwise; or it copies none.
   if (m % 4 == 0 && config.cluster_k == 1) {
@@ -145,11 +142,11 @@ ffi::ErrorOr<int64_t> MostClusters(const Driver& driver, const GemmConfig& confi
 
 }  // namespace
 
-ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
-                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream) {
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const Operand& lhs,
+                      const Operand& rhs, int64_t out_rows, int64_t max_tiles, CUstream stream) {
   FFI_ASSIGN_OR_RETURN(const Driver* driver, GetDriver());
   FFI_ASSIGN_OR_RETURN(CUkernel kernel, GetKernel(config));
-  FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, rhs_rows, out_rows, params));
+  FFI_RETURN_IF_ERROR(EncodeTensorMaps(*driver, config, lhs, rhs, out_rows, params));
   // The rows of one group, as if all groups were of the same size.
   const int64_t m =
       GroupingOf(config) == Grouping::kRows ? CeilDiv(params.m, params.num_groups) : params.m;

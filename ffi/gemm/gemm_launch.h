@@ -39,11 +39,17 @@ static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_t
               offsetof(GemmParams, first_part) == 856 && offsetof(GemmParams, clears_rest) == 860 &&
               offsetof(GemmParams, out_scale) == 864);
 
-// Encodes the tensor maps of lhs (lhs_rows, k), rhs (rhs_rows, k) and out (out_rows, n), or
-// (out_rows, m) if out is transposed, and
-// launches the kernel for at most `max_tiles` tiles. `params` has everything else.
-ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const void* lhs, const void* rhs,
-                      int64_t rhs_rows, int64_t out_rows, int64_t max_tiles, CUstream stream);
+// A row-major operand of FP8 values.
+struct Operand {
+  const void* data;
+  int64_t rows, columns;
+};
+
+// Encodes the tensor maps of lhs, of rhs and of out (out_rows, n), or (out_rows, m) if out is
+// transposed, and launches the kernel for at most `max_tiles` tiles. `params` has everything else.
+// lhs and rhs have as many k-blocks as k. TMA reads zeros behind their columns.
+ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const Operand& lhs,
+                      const Operand& rhs, int64_t out_rows, int64_t max_tiles, CUstream stream);
 
 }  // namespace jax_fp8gemm
 

@@ -52,8 +52,9 @@ ffi::Error Clear(void* words, size_t count, CUstream stream) {
 ffi::Error LaunchGrouped(const GemmConfig& config, const GroupedOperands& operands,
                          const GemmParams& params, CUstream stream) {
   const int64_t g = params.num_groups;
-  return LaunchGemm(config, params, operands.lhs.untyped_data(), operands.rhs.untyped_data(),
-                    g * params.n, params.m, MaxTiles(config, params.m, params.n, g), stream);
+  return LaunchGemm(config, params, {operands.lhs.untyped_data(), params.m, params.k},
+                    {operands.rhs.untyped_data(), g * params.n, params.k}, params.m,
+                    MaxTiles(config, params.m, params.n, g), stream);
 }
 
 }  // namespace jax_fp8gemm

@@ -42,8 +42,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
     GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, t);
     params.num_groups = static_cast<int32_t>(g);
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
-    return LaunchGemm(config, params, lhs.untyped_data(), rhs.untyped_data(), n, g * rows,
-                      max_tiles, stream);
+    return LaunchGemm(config, params, {lhs.untyped_data(), m, t}, {rhs.untyped_data(), n, t},
+                      g * rows, max_tiles, stream);
   });
 }
 

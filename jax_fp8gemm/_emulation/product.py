@@ -39,7 +39,7 @@ def multiply(
     if 0 in (m, n, k):
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
     lhs, rhs = (
-        _pad(x, columns=formats.num_blocks(k) * _BLOCK - k)
+        _pad(x, columns=formats.num_blocks(k) * _BLOCK - x.shape[1])
         for x in lax.optimization_barrier((lhs, rhs))
     )
     scales = f32.to_bits(rhs_scale)

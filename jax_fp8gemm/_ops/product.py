@@ -9,9 +9,10 @@ along the contraction. Brackets hold the scale blocks. The right column names th
 
 With wgrad_lhs_block=(128, 128) in the recipe, lhs^T has 128x128 blocks in drhs, which is then a
 2d1d product. dlhs reads the same quantised values of rhs as out. Sums are accumulated in f32. lhs
-and dout are each read once for both of their quantisations. Where rhs is an array, the rows of all
-operands are stored in whole scale blocks. The backward pass keeps FP8 values and scales, under the
-names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report, section 3.3.2.
+and dout are each read once for both of their quantisations. Rows of what is quantised here are
+stored in whole scale blocks, which products read faster. The backward pass keeps FP8 values and
+scales, under the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report,
+section 3.3.2.
 """
 
 from __future__ import annotations
@@ -101,21 +102,21 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
-    rows = _rows(lhs, spec.pads_operands, **quantize_args(spec, spec.recipe.fwd))
+    rows = _rows(lhs, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
-    rhs_transposed = transposed(spec, rhs, spec.pads_operands)
+    rhs_transposed = transposed(spec, rhs, padded=True)
     return gemm_as(spec, spec.out_dtype, rows, rhs_transposed, out_spec)
 
 
 def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.Array, _Kept]:
     """Quantises for both passes. Under jit, XLA drops what no wanted cotangent reads."""
-    args, padded = quantize_args(spec, spec.recipe.fwd), spec.pads_operands
+    args = quantize_args(spec, spec.recipe.fwd)
     if spec.has_fp8_wgrad:
         column_block = spec.recipe.wgrad_lhs_block
-        rows, lhs_residual = rows_and_columns(_with_whole_blocks(lhs), column_block, padded, **args)
+        rows, lhs_residual = _rows_and_columns(lhs, column_block, **args)
     else:
-        rows, lhs_residual = _rows(lhs, padded, **args), None if spec.rhs_dtype is None else lhs
-    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs, padded)
+        rows, lhs_residual = _rows(lhs, **args), None if spec.rhs_dtype is None else lhs
+    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs, padded=True)
     out_spec = spec.shardings.out
     out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
     return name_residual("out", out), (name_residual("lhs", lhs_residual), kept_rhs)
@@ -123,11 +124,11 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
 
 def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any]:
     lhs, rhs = kept
-    args, padded = quantize_args(spec, spec.recipe.bwd), spec.pads_operands
+    args = quantize_args(spec, spec.recipe.bwd)
     if spec.has_fp8_wgrad:
-        rows, columns = rows_and_columns(_with_whole_blocks(dout), padded=padded, **args)
+        rows, columns = _rows_and_columns(dout, (1, formats.SCALE_BLOCK), **args)
     else:
-        rows, columns = _rows(dout, padded, **args), None
+        rows, columns = _rows(dout, **args), None
     with jax.named_scope("dlhs"):
         dlhs = _unfolded(spec, spec.lhs_dtype, rows, rhs, dout.shape[:-1], spec.shardings.lhs)
     if spec.rhs_dtype is None:
@@ -145,8 +146,14 @@ def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.A
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _rows(x: jax.Array, padded: bool, **args: Unpack[QuantizeArgs]) -> ScaledArray:
-    return quantize_in_mode(x, "row", padded, **args)[0]
+def _rows(x: jax.Array, **args: Unpack[QuantizeArgs]) -> ScaledArray:
+    return quantize_in_mode(x, "row", padded=True, **args)[0]
+
+
+def _rows_and_columns(
+    x: jax.Array, column_block: tuple[int, int], **args: Unpack[QuantizeArgs]
+) -> tuple[ScaledArray, ScaledArray]:
+    return rows_and_columns(_with_whole_blocks(x), column_block, padded=True, **args)
 
 
 def _with_whole_blocks(x: jax.Array) -> jax.Array:

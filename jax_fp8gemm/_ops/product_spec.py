@@ -84,11 +84,6 @@ class ProductSpec:
         return self.rhs_dtype is not None and self.recipe.wgrad == "fp8"
 
     @property
-    def pads_operands(self) -> bool:
-        """Whether operands are stored in whole scale blocks: all of them are quantised here."""
-        return self.rhs_dtype is not None and self.rhs_recipe is None
-
-    @property
     def reduce_dtype(self) -> DType:
         """The dtype of the partial sums that devices add."""
         return REDUCE_DTYPES[self.recipe.reduce_dtype]

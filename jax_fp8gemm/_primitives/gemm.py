@@ -17,6 +17,9 @@ Element (i, j) of the result is promoted, rounded to the dtype of the result. Th
 the same sum, but its last bits may differ from the kernel's. The emulation has those bits. The
 scaling is that of the DeepSeek-V3 report, section 3.3.2.
 
+The k of lhs and that of rhs may differ within their last k-block, for rows may be padded with
+zeros (_primitives/quantize.py).
+
 lhs and the result may have several dimensions in the place of m; lhs and rhs may have several in
 the place of k (gemm_dims.py). They are folded on the device, so that a mesh may cut each of them.
 """
@@ -106,7 +109,8 @@ def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool,
     is_1d2d = not (is_1d1d or is_2d1d)
     checks.check_scaled(op, "lhs", lhs, lhs_scale, (_BLOCK if is_2d1d else 1, _BLOCK))
     checks.check_scaled(op, "rhs", rhs, rhs_scale, (_BLOCK if is_1d2d else 1, _BLOCK))
-    checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
+    if formats.num_blocks(lhs.shape[1]) != formats.num_blocks(rhs.shape[1]):
+        checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     for accum_aval in accum:
         checks.check_accumulator(op, accum_aval, shape, out_dtype)
 
@@ -179,15 +183,15 @@ def _ffi_call(
     128x128 scales belong to rhs. If they are those of lhs, the operands are exchanged, and the
     kernel stores the transpose of what it computes.
     """
-    m, k = lhs.shape
-    n = rhs.shape[0]
+    m, n = lhs.shape[0], rhs.shape[0]
+    k = min(lhs.shape[1], rhs.shape[1])
     if 0 in (m, n, k):
         return list(accum) or [jnp.zeros((m, n), out_dtype)]
     pad = lambda x, rows, columns, value=0: (
         jnp.pad(x, ((0, rows), (0, columns)), constant_values=value) if rows or columns else x
     )
-    pad_k, pad_n = -k % 16, -n % 8
-    lhs, rhs = pad(lhs, 0, pad_k), pad(rhs, 0, pad_k)
+    pad_n = -n % 8
+    lhs, rhs = (pad(x, 0, -x.shape[1] % 16) for x in (lhs, rhs))
     if is_1d1d or is_2d1d:
         rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
     accum = [pad(x, 0, pad_n) for x in accum]
@@ -202,7 +206,7 @@ def _ffi_call(
     if is_2d1d:
         extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
-    config = choose.choose(*extents, k + pad_k, num_sms=num_sms, **spec).attributes(
+    config = choose.choose(*extents, k + -k % 16, num_sms=num_sms, **spec).attributes(
         **spec, **tile_config.formats(lhs, rhs), num_sms=num_sms
     )
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
@@ -236,7 +240,9 @@ def _partition_rule(
     dims = lhs_dims, lhs_dims, rhs_dims, rhs_dims, out_dims
     square = {} if is_1d1d else {"m" if is_2d1d else "n": _BLOCK}
     blocks = {"k": _BLOCK, **square}
-    return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting=tuple(k.split()))
+    uncut = () if lhs.shape[-1] == rhs.shape[-1] else ("k",)
+    contracting = tuple(k.split())
+    return PartitionRule(dims[: len(operands)], (out_dims,), blocks, contracting, uncut)
 
 
 def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params):

@@ -141,6 +141,9 @@ def _dense_cases() -> list[Case]:
     # Fewer rows of rhs than columns of the result.
     case = _dense("dense 1d2d, n no multiple of 8", Shape(200, 2888, 2896), large)
     cases.append(replace(case, args=case.args | {"rhs": ("f8e4m3fn", (2881, 2896))}))
+    # Rows of lhs that are padded, and of rhs that are not.
+    case = _dense("dense 1d2d, lhs padded", Shape(200, 2888, 2896), large)
+    cases.append(replace(case, args=case.args | {"lhs": ("f8e4m3fn", (200, 2944))}))
     # One row of tiles and the largest k; and more tiles than clusters.
     for i, config in enumerate(split_k.SPLIT_K_CONFIGS):
         rows = config.block_m

@@ -39,7 +39,7 @@ def _tensor_map(buffer: str, dtype: str, rows: int, columns: int, box: tuple, sw
 def _tensor_maps(case: Case) -> dict:
     c = case.config
     lhs_type, (m, k) = case.args["lhs"]
-    rhs_type, (rhs_rows, _) = case.args["rhs"]
+    rhs_type, (rhs_rows, rhs_columns) = case.args["rhs"]
     out_type, (out_rows, out_columns) = case.rets["h" if c["gated"] else "out"]
     is_ragged_rows = c["grouping"] == 1
     # Where lhs ends inside a tile, only its rows are loaded: in plain 1d2d products, and where no
@@ -48,8 +48,8 @@ def _tensor_maps(case: Case) -> dict:
     loads_short = is_plain and c["cluster_n"] == 1
     part_rows = 32 if is_ragged_rows else m % c["block_m"] if loads_short else 0
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
-    operand = lambda name, dtype, rows, box_rows: _tensor_map(
-        name, dtype, rows, k, (box_rows, 128), 128
+    operand = lambda name, dtype, shape, box_rows: _tensor_map(
+        name, dtype, *shape, (box_rows, 128), 128
     )
     # 1x128 scales lie as [k/128][rows].
     scales = lambda name, rows, count: _tensor_map(name, "f32", num_blocks(k), rows, (1, count), 0)
@@ -59,11 +59,14 @@ def _tensor_maps(case: Case) -> dict:
     # Transposed, the 64 rows are 128 bytes or, in f32, two boxes.
     box = (slab_columns if c["transpose_out"] else 64, slab_columns)
     return {
-        "lhs": operand("lhs", lhs_type, m, c["block_m"] // c["cluster_n"]),
+        "lhs": operand("lhs", lhs_type, (m, k), c["block_m"] // c["cluster_n"]),
         "rhs": operand(
-            "rhs", rhs_type, rhs_rows, c["block_n"] // c["cluster_m"] // (1 + c["gated"])
+            "rhs",
+            rhs_type,
+            (rhs_rows, rhs_columns),
+            c["block_n"] // c["cluster_m"] // (1 + c["gated"]),
         ),
-        "lhs_part": operand("lhs", lhs_type, m, part_rows) if part_rows else None,
+        "lhs_part": operand("lhs", lhs_type, (m, k), part_rows) if part_rows else None,
         # Rows of 4 m bytes, and TMA wants multiples of 16. Groups start anywhere in a box.
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
         if m % 4 == 0 and c["cluster_k"] == 1

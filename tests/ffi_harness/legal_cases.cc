@@ -55,6 +55,8 @@ void AddDense(Random& random, Case& c) {
             {"lhs_scale", kF32, {m, kb}, 0},
             {"rhs", Fp8(c.Get("rhs_e5m2")), {rhs_rows, k}, 0},
             {"rhs_scale", kF32, {scale_rows, kb}, 0}};
+  // The rows of one operand may be padded.
+  if (random.Chance(0.2)) c.args[random.PickOf({0, 2})].dims[1] = kb * 128;
   c.rets = {{"out", c.Get("out_f32") ? kF32 : kBf16, {m, n}, 0}};
   if (c.Get("transpose_out")) c.rets[0].dims = {n, m};
 }

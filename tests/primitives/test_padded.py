@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh
 
 import jax_fp8gemm as jf
+from jax_fp8gemm._primitives.gemm import gemm
+from jax_fp8gemm._primitives.quantize import quantize_in_mode
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -60,6 +62,14 @@ def test_products_have_the_bits_of_operands_without_padding(m, k, n, implementat
     for actual, wanted in zip((out, *vjp(dout)), expected, strict=True):
         np.testing.assert_array_equal(actual.view(jnp.uint16), wanted.view(jnp.uint16))
     assert bool(jnp.isnan(out[0]).all()) and bool(jnp.isfinite(out[1:]).all())
+    # Weights that were quantised before have no padding.
+    weight = jf.quantize_weight(w)
+    out, vjp = jax.vjp(functools.partial(jf.matmul, implementation=implementation), x, weight)
+    dx, dw = vjp(dout)
+    for actual, wanted in zip((out, dx, dw.weight), expected, strict=True):
+        np.testing.assert_array_equal(actual.view(jnp.uint16), wanted.view(jnp.uint16))
+    out = jf.matmul(x, weight.scaled, implementation=implementation)
+    np.testing.assert_array_equal(out.view(jnp.uint16), expected[0].view(jnp.uint16))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -74,18 +84,38 @@ def test_a_mesh_cuts_no_padded_dimension(axis_type, x_spec, w_spec, out_spec):
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
     x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
 
+    def quantised_once(x, w, dout):
+        grad = step(x, jf.quantize_weight(w, implementation="xla"), dout)
+        return [*grad[:2], grad[2].weight]
+
     def step(x, w, dout):
         multiply = functools.partial(jf.matmul, implementation="xla", **out_sharding)
         out, vjp = jax.vjp(multiply, x, w)
         return out, *vjp(dout)
 
     out_sharding = {}
-    expected = jax.jit(step)(x, w, dout)
+    steps = jax.jit(step), jax.jit(quantised_once)
+    expected = steps[0](x, w, dout)
     on = mesh(axis_type)
     if axis_type == AxisType.Explicit:
         out_sharding = dict(out_sharding=NamedSharding(on, out_spec))
     put = lambda x, spec: jax.device_put(x, NamedSharding(on, spec))
     with jax.set_mesh(on):
-        found = jax.jit(step)(put(x, x_spec), put(w, w_spec), put(dout, out_spec))
-    for actual, wanted in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
+        found = [run(put(x, x_spec), put(w, w_spec), put(dout, out_spec)) for run in steps]
+    for result in found:
+        for actual, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
+
+
+def test_a_mesh_cuts_no_k_that_only_one_operand_pads():
+    """512 is a multiple of four blocks and 496 is not, so the shards would not fit together."""
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    how = dict(dtype=E4M3, pow2_scale=False, implementation="xla")
+    (lhs,) = quantize_in_mode(draw(0, 64, 496), "row", padded=True, **how)
+    rhs = jf.quantize(draw(1, 72, 496), block=(128, 128), implementation="xla")
+    multiply = jax.jit(lambda lhs, rhs: gemm(lhs, rhs, jnp.float32, "xla"))
+    expected = multiply(lhs, rhs)
+    on = mesh(AxisType.Auto)
+    put = lambda tree, spec: jax.device_put(tree, NamedSharding(on, spec))
+    found = multiply(put(lhs, P(None, "x")), put(rhs, P()))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))

@@ -12,6 +12,7 @@ import reference
 from gpu_cases import E4M3, E5M2
 
 import jax_fp8gemm as jf
+from jax_fp8gemm._primitives.gemm import gemm
 
 pytestmark = pytest.mark.gpu
 modes = pytest.mark.parametrize("mode", padded_cases.MODES)
@@ -59,12 +60,13 @@ def test_elements_of_a_batch_are_those_of_single_calls(mode, rows):
             gpu_cases.assert_same(b[i], one)
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "square_wgrad"])
+@pytest.mark.parametrize("is_quantised", [False, True], ids=["array", "quantised"])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=["rows", "squares"])
 @pytest.mark.parametrize(
     "m, k, n", [(201, 4496, 6928), (1000, 5000, 5001), (7, 2880, 2112), (65, 1003, 129), (3, 5, 7)]
 )
-def test_products_have_the_bits_of_operands_without_padding(m, k, n, recipe):
-    block = (128, 128) if recipe == "square_wgrad" else (1, 128)
+def test_products_have_the_bits_of_operands_without_padding(m, k, n, block, is_quantised):
+    """block: of x in the weight gradient. is_quantised: whether w was quantised before."""
     recipe = jf.Recipe(wgrad_lhs_block=block)
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
     x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
@@ -72,12 +74,14 @@ def test_products_have_the_bits_of_operands_without_padding(m, k, n, recipe):
 
     @jax.jit
     def padded(x, w, dout):
-        out, vjp = jax.vjp(functools.partial(jf.matmul, recipe=recipe, **how), x, w)
-        return out, *vjp(dout)
+        weight = jf.quantize_weight(w, recipe=recipe, **how) if is_quantised else w
+        out, vjp = jax.vjp(functools.partial(jf.matmul, recipe=recipe, **how), x, weight)
+        dx, dw = vjp(dout)
+        return out, dx, jf.master_weights(dw)
 
     @jax.jit
     def unpadded(x, w, dout):
-        product = functools.partial(jf.scaled_matmul, **how)
+        product = functools.partial(gemm, out_dtype=jnp.bfloat16, **how)
         square = jf.quantize(w, block=(128, 128), with_transpose=True, **how)
         x_rows, x_columns = jf.quantize_both(x, **how)
         if block == (128, 128):

@@ -220,7 +220,8 @@ def test_it_is_one_custom_call_on_cuda(with_columns, is_grad):
     config = {name: int(value) for name, value in re.findall(r"(\w+) = (\d) : i32", line)}
     assert all(config.pop(name) == 0 for name in ("activation", "limit", "alpha", "up_offset"))
     mode, source = 2 if with_columns else 0, 2 if is_grad else 1
-    assert config == dict(mode=mode, input=0, e5m2=1, pow2_scale=0, ragged=1, source=source)
+    flags = dict(input=0, e5m2=1, pow2_scale=0, ragged=1, padded=0)
+    assert config == dict(mode=mode, source=source, **flags)
     # Values with rows major, scales with rows minor; group_sizes and first_row.
     layouts = [f"dense<[{x}]> : tensor<2xindex>" for x in ("1, 0", "0, 1") * (1 + with_columns)]
     assert f"result_layouts = [{', '.join(layouts)}]" in line
