@@ -104,7 +104,7 @@ def product(
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
     rows = _rows(lhs, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
-    rhs_transposed = transposed(spec, rhs, padded=True)
+    rhs_transposed = transposed(spec, rhs)
     return gemm_as(spec, spec.out_dtype, rows, rhs_transposed, out_spec)
 
 
@@ -116,7 +116,7 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
         rows, lhs_residual = _rows_and_columns(lhs, column_block, **args)
     else:
         rows, lhs_residual = _rows(lhs, **args), None if spec.rhs_dtype is None else lhs
-    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs, padded=True)
+    kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs)
     out_spec = spec.shardings.out
     out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
     return name_residual("out", out), (name_residual("lhs", lhs_residual), kept_rhs)

@@ -99,47 +99,48 @@ def without_gradient(op: str, name: str, w: Weights) -> Weights:
     return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
 
 
-def transposed(spec: ProductSpec, w: Weights, padded: bool = False) -> ScaledArray:
-    """Returns the quantised transpose of `w`, the operand of a product without a gradient.
-
-    padded: whether an array is quantised with rows of whole scale blocks.
-    """
+def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:
+    """Returns the quantised transpose of `w`, the operand of a product without a gradient."""
     if not isinstance(w, jax.Array):
         return without_twin(_quantised(w).T)
-    return quantize_transposed(w, padded, **quantize_args(spec, spec.recipe.fwd))
+    return quantize_transposed(w, _is_padded(w), **quantize_args(spec, spec.recipe.fwd))
 
 
-def both_ways(
-    spec: ProductSpec, fmt: Format | None, w: Weights, padded: bool = False
-) -> tuple[ScaledArray, ScaledArray]:
+def both_ways(spec: ProductSpec, fmt: Format | None, w: Weights) -> tuple[ScaledArray, ScaledArray]:
     """Returns `w` and its transpose, quantised.
 
     An array is quantised in the format `fmt`, and read once for both. The first result may hold
     transposed values only, those of the second: a backward pass that reads it transposes them.
-    padded: whether an array is quantised with rows of whole scale blocks.
     """
     if isinstance(w, jax.Array):
-        (w,) = quantize_in_mode(w, "block_both", padded, **quantize_args(spec, fmt))
+        (w,) = quantize_in_mode(w, "block_both", _is_padded(w), **quantize_args(spec, fmt))
     w = _quantised(w)
     kept = None if w.values is not None else w.transposed
     return ScaledArray(w.values, w.scale, kept, w.block), without_twin(w.T)
 
 
-def kept_and_transposed(
-    spec: ProductSpec, w: Weights, padded: bool = False
-) -> tuple[ScaledArray, ScaledArray]:
+def kept_and_transposed(spec: ProductSpec, w: Weights) -> tuple[ScaledArray, ScaledArray]:
     """Returns `w` as the backward pass keeps it, and its transpose for the forward pass; quantised.
 
     The transpose holds what is kept as its own transpose. So a mesh that gathers `w` for both
-    passes gathers what is kept, once. Where rows are padded (see both_ways), they differ.
+    passes gathers what is kept, once. Where rows are padded, it is not the transpose of what is
+    kept, and holds none.
 
     NOTE: the forward pass must not read FP8 values under their name. Where jax.checkpoint saves a
     named value that is read before too, JAX rounds it by reduce_precision, which takes e4m3fn for a
     format with infinities and makes NaN of all above 240.
     """
-    kept, turned = both_ways(spec, spec.recipe.fwd, w, padded)
+    kept, turned = both_ways(spec, spec.recipe.fwd, w)
     twin = kept.values if kept.mT.shape == turned.shape else None
     return spec.kept_rhs(kept), replace(turned, transposed=twin)
+
+
+def _is_padded(w: jax.Array) -> bool:
+    """Whether `w` is quantised with rows of whole scale blocks: a matrix, but no stack of them.
+
+    Dense products read such rows, and grouped products do not.
+    """
+    return w.ndim == 2
 
 
 def _quantised(w: QuantizedWeight | ScaledArray) -> ScaledArray:

@@ -86,15 +86,23 @@ def result_types(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of (m, k) quantised along k, along the tokens of each group, or both.
 
-    num_groups: the number of groups. With None every row of (m, k) is a token, and has a column.
+    num_groups: the number of groups. With None every row of (m, k) is a token of one group.
     """
     rows, columns = modes.split(mode)
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
-    t = m if num_groups is None else _groups.ragged_extent(m, num_groups)
+    t = num_columns_of_all(m) if num_groups is None else _groups.ragged_extent(m, num_groups)
     return [
         *(block_types(m, k, 1, e5m2) if rows else ()),
         *(block_types(k, t, block_m, e5m2) if columns else ()),
     ]
+
+
+def num_columns_of_all(m: int) -> int:
+    """Returns the columns of m rows that are all tokens: m in whole scale blocks.
+
+    A symbolic m has no more than m, for JAX could not prove that operands of a product fit.
+    """
+    return _groups.ragged_extent(m, 1) if isinstance(m, int) else m
 
 
 def reference(x, *of_groups, mode: str, e5m2: bool, pow2_scale: bool) -> list[jax.Array]:
@@ -107,7 +115,11 @@ def reference(x, *of_groups, mode: str, e5m2: bool, pow2_scale: bool) -> list[ja
     rows = quantize_blocks(x, 1, *how) if has_rows else []
     if not has_columns:
         return rows
-    tokens = tokens_of_columns(x, *of_groups) if of_groups else x
+    if of_groups:
+        tokens = tokens_of_columns(x, *of_groups)
+    else:
+        m = x.shape[0]
+        tokens = jnp.pad(x, ((0, num_columns_of_all(m) - m), (0, 0)))
     block_m = formats.SCALE_BLOCK if modes.has_square_columns(mode) else 1
     return [*rows, *quantize_blocks(tokens, block_m, *how, is_transposed=True)]
 

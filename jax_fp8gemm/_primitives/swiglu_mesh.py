@@ -54,11 +54,12 @@ def _rule_of_all_rows(
     blocks = {"t": SCALE_BLOCK} if columns else {}
     if is_cut:
         blocks["f"] = operands[0].shape[1] // pieces
+    is_padded = columns is not None and operands[0].shape[0] % SCALE_BLOCK != 0
     return PartitionRule(
         (f"t {w}", *["t f"] * is_grad),
         (f"t {features}",) * (2 if rows else 0) + (f"{features} t",) * (2 if columns else 0),
         blocks,
-        uncut=() if is_cut else ("w", "f"),
+        uncut=(*(() if is_cut else ("w", "f")), *["t"] * is_padded),
     )
 
 

@@ -14,8 +14,8 @@ and the FP8 results after: on a mesh make as many pieces as devices that the fea
 
 In spite of their names they take every gated activation: gated.py has the others in the place of
 silu. h and [dgate, dup] (m, 2 f) are quantised from these f32 values, as rows and as ragged columns
-(quantize_ragged.py). They are never stored unquantised. Without groups all rows are tokens, and the
-columns are those of quantize.py.
+(quantize_ragged.py). They are never stored unquantised. Without groups all rows are tokens of one
+group, and the columns are those of quantize.py, padded.
 
 The last bits of the f32 values depend on the implementation: on its exp, and on where it fuses
 products and sums. Their quantisation is exact. The kernel computes the same values in every mode,
@@ -60,10 +60,10 @@ def swiglu_quantize(
     """Quantises h, computed from gate_up (m, 2 f).
 
     Returns rows (m, f), and columns (f, t) along the tokens of each group or, unless with_columns,
-    None. of_groups are group_sizes and first_row; without them the columns are (f, m), along all
-    rows. On a GPU a row of no group may hold anything, NaN too. activation says what h is, and
-    pieces how gate_up is laid out: each has whole scale blocks of features. The other arguments
-    are those of rows_and_ragged_columns.
+    None. of_groups are group_sizes and first_row; without them all rows are one group. On a GPU a
+    row of no group may hold anything, NaN too. activation says what h is, and pieces how gate_up is
+    laid out: each has whole scale blocks of features. The other arguments are those of
+    rows_and_ragged_columns.
     """
     operands = gate_up, *of_groups
     bind = partial(swiglu_quantize_p, activation=activation, pieces=pieces)
@@ -156,11 +156,7 @@ def _ffi_call(target: str, source: str, function: Callable[..., jax.Array], *ope
     sizes, first_row = of_groups or (jnp.full((1,), m, jnp.int32), jnp.zeros((1,), jnp.int32))
     types = _shape_rule(target, *arrays, sizes, first_row, **params)
     of_rows: dict[str, Any] = dict(has_ragged_rows=bool(of_groups)) | params
-    results = call_kernel(target, source, arrays, (sizes, first_row), types, **of_rows)
-    # Without groups the kernel runs on one group, whose columns it pads with zeros to a multiple of
-    # 128. The result has m columns.
-    wanted = _shape_rule(target, *operands, **params)
-    return [y[tuple(map(slice, to.shape))] for y, to in zip(results, wanted, strict=True)]
+    return call_kernel(target, source, arrays, (sizes, first_row), types, **of_rows)
 
 
 def _of_pieces(run, *args) -> Callable[..., Sequence[jax.Array]]:

@@ -14,8 +14,7 @@ from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
-from jax_fp8gemm._ops.quantize import quantize
-from jax_fp8gemm._primitives.quantize import rows_and_columns
+from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._mlp_specs import Specs
@@ -29,7 +28,7 @@ _Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Expert
 def fused_mlp(specs: Specs, operands: MlpOperands) -> jax.Array:
     """Returns moe_mlp of operands that are checked, or gated_mlp where they have no groups."""
     x, w_gate_up, w_down, biases, groups = operands
-    rows = quantize(x, **quantize_args(specs.into, specs.into.recipe.fwd))
+    rows = _rows(specs.into, specs.into.recipe.fwd, x, groups)
     w = products.transposed_weights(specs, w_gate_up, w_down, biases)
     return products.forward_alone(specs, rows, w, groups)
 
@@ -56,6 +55,13 @@ def _bwd(specs: Specs, kept: _Kept, dout: jax.Array) -> tuple[Any]:
 fused_mlp.defvjp(_fwd, _bwd)
 
 
+def _rows(
+    spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: Groups | None
+) -> ScaledArray:
+    """Quantises x along its last dimension. Only dense products read padded rows."""
+    return quantize_in_mode(x, "row", padded=groups is None, **quantize_args(spec, fmt))[0]
+
+
 def _rows_and_columns(
     spec: ProductSpec,
     fmt: Format | None,
@@ -69,7 +75,7 @@ def _rows_and_columns(
     """
     args = quantize_args(spec, fmt)
     if spec.rhs_dtype is None:
-        return quantize(x, **args), None
+        return _rows(spec, fmt, x, groups), None
     if groups is None:
-        return rows_and_columns(x, column_block, **args)
+        return rows_and_columns(x, column_block, padded=True, **args)
     return rows_and_ragged_columns(x, *groups, column_block, **args)

@@ -119,3 +119,26 @@ def test_a_mesh_cuts_no_k_that_only_one_operand_pads():
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(on, spec))
     found = multiply(put(lhs, P(None, "x")), put(rhs, P()))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize("spec", [P(), P("x", None), P(None, "x")], ids=str)
+def test_a_gated_mlp_of_tokens_that_end_within_a_block(spec):
+    """Its gradients on a mesh, and those of tokens that zeros fill up to a whole block."""
+    m, d, f = 500, 200, 384
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) / 8
+    x, w_gate_up, w_down = draw(0, m, d), draw(1, d, 2 * f), draw(2, f, d)
+    dout = draw(3, m, d)
+
+    @jax.jit
+    def step(x, w_gate_up, w_down, dout):
+        mlp = functools.partial(jf.moe.gated_mlp, implementation="xla")
+        out, vjp = jax.vjp(mlp, x, w_gate_up, w_down)
+        return out, *vjp(dout)
+
+    on = mesh(AxisType.Auto)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(on, spec))
+    found = step(put(x, spec), put(w_gate_up, P("x", None)), put(w_down, P()), put(dout, spec))
+    fill = lambda x: jnp.pad(x, ((0, -m % 128), (0, 0)))
+    out, dx, *dw = step(fill(x), w_gate_up, w_down, fill(dout))
+    for actual, wanted in zip(found, (out[:m], dx[:m], *dw), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
