@@ -85,6 +85,15 @@ struct Quantizer : QuantizedTile<Config> {
     }
   }
 
+  // Where results are padded, loads alone may not be aligned.
+  __device__ __forceinline__ void run_padded() {
+    static_assert(!kPrefetches && !Walk::kLeavesRows, "of x itself");
+    const Walk walk = {params, warp, Walk::count_rows(params), 0};
+    place = walk.find(blockIdx.x);
+    Source::is_aligned(params.k) ? this->template fill<true>() : this->template fill<false>();
+    this->template quantize<true>();
+  }
+
  private:
   template <bool kIsAligned>
   __device__ __forceinline__ void run_units(const Walk& walk) {
@@ -208,8 +217,11 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
       jax_fp8gemm::batch_element<Quantizer>(params, blockIdx.y);
   Quantizer quantizer{{element, shared, lane, warp}};
 
-  const bool is_aligned =
-      Quantizer::Source::is_aligned(params.k) && (!Quantizer::kStoresColumns || Config::kIsRagged ||
-                                                  Quantizer::kIsPadded || params.m % 8 == 0);
-  is_aligned ? quantizer.template run<true>() : quantizer.template run<false>();
+  if constexpr (Config::kIsPadded) {
+    quantizer.run_padded();
+  } else {
+    const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
+                            (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);
+    is_aligned ? quantizer.template run<true>() : quantizer.template run<false>();
+  }
 }

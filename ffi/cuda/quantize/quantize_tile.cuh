@@ -60,7 +60,7 @@ struct QuantizedTile {
 
   // Values from one row of `values` or of `transposed` to the next, which has that many.
   static __device__ __forceinline__ int row_pitch(int num_values) {
-    return kIsPadded ? ceil_div(num_values, kScaleBlock) * kScaleBlock : num_values;
+    return kIsPadded ? (num_values + kScaleBlock - 1) & -kScaleBlock : num_values;
   }
 
   __device__ __forceinline__ int half() const { return lane / 16; }
@@ -73,7 +73,7 @@ struct QuantizedTile {
   }
 
   // kIsAligned, here and below: k is a multiple of 8 (16 for some sources), and m is one of 8 if
-  // columns are stored, unless they are padded.
+  // columns are stored. Padded results are always aligned.
   template <bool kIsAligned>
   __device__ __forceinline__ void fill() {
     Source::template fill<kIsAligned>(elements, params, row(place), column(place), place.row_end);
@@ -164,7 +164,7 @@ struct QuantizedTile {
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) x[j] = mul_rn(elements.at(i, j), factors[i]);
       const int count = i < num_rows ? row_pitch(params.k) - column(place) : 0;
-      store_8_bytes<kIsAligned || kIsPadded>(target, round_fp8x8<Config::kE5M2>(x), count);
+      store_8_bytes<kIsAligned>(target, round_fp8x8<Config::kE5M2>(x), count);
       target += row_pitch(params.k);
     }
   }
@@ -277,7 +277,7 @@ struct QuantizedTile {
       uint2 bytes = {0, 0};
       if constexpr (!kIsEmpty) bytes = shared.transposed[c][unit ^ (c / 8)];
       const int count = place.first_column + c < params.k ? num_columns - first_byte : 0;
-      store_8_bytes<kIsAligned || kIsPadded>(target, bytes, count);
+      store_8_bytes<kIsAligned>(target, bytes, count);
       target += static_cast<int64_t>(kRowsAtOnce) * num_columns;
     }
   }
