@@ -40,7 +40,7 @@ from jax_fp8gemm._ops.product_spec import (
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed, without_gradient
 from jax_fp8gemm._primitives.gemm import gemm
-from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
+from jax_fp8gemm._primitives.quantize import quantize_rows, rows_and_columns
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._sharding.explicit_axes import (
     explicit_mesh,
@@ -102,10 +102,9 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
-    rows = _rows(lhs, **quantize_args(spec, spec.recipe.fwd))
+    rows = quantize_rows(lhs, padded=True, **quantize_args(spec, spec.recipe.fwd))
     out_spec = spec.shardings.out
-    rhs_transposed = transposed(spec, rhs)
-    return gemm_as(spec, spec.out_dtype, rows, rhs_transposed, out_spec)
+    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 
 def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.Array, _Kept]:
@@ -115,7 +114,8 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
         column_block = spec.recipe.wgrad_lhs_block
         rows, lhs_residual = _rows_and_columns(lhs, column_block, **args)
     else:
-        rows, lhs_residual = _rows(lhs, **args), None if spec.rhs_dtype is None else lhs
+        rows = quantize_rows(lhs, padded=True, **args)
+        lhs_residual = None if spec.rhs_dtype is None else lhs
     kept_rhs, rhs_transposed = kept_and_transposed(spec, rhs)
     out_spec = spec.shardings.out
     out = _unfolded(spec, spec.out_dtype, rows, rhs_transposed, lhs.shape[:-1], out_spec)
@@ -128,7 +128,7 @@ def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.A
     if spec.has_fp8_wgrad:
         rows, columns = _rows_and_columns(dout, (1, formats.SCALE_BLOCK), **args)
     else:
-        rows, columns = _rows(dout, **args), None
+        rows, columns = quantize_rows(dout, padded=True, **args), None
     with jax.named_scope("dlhs"):
         dlhs = _unfolded(spec, spec.lhs_dtype, rows, rhs, dout.shape[:-1], spec.shardings.lhs)
     if spec.rhs_dtype is None:
@@ -144,10 +144,6 @@ def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.A
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-
-
-def _rows(x: jax.Array, **args: Unpack[QuantizeArgs]) -> ScaledArray:
-    return quantize_in_mode(x, "row", padded=True, **args)[0]
 
 
 def _rows_and_columns(

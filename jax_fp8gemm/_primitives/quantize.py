@@ -60,6 +60,11 @@ def quantize_in_mode(
     return bind_in_mode(partial(quantize_p, padded=padded), [x], mode, args)
 
 
+def quantize_rows(x: ArrayLike, padded: bool = False, **args: Unpack[QuantizeArgs]) -> ScaledArray:
+    """Quantises x (..., m, k) along k."""
+    return quantize_in_mode(x, "row", padded, **args)[0]
+
+
 def rows_and_columns(
     x: ArrayLike,
     column_block: tuple[int, int] = (1, _BLOCK),
@@ -163,9 +168,8 @@ def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> li
     layouts = [column_major if r.dtype == jnp.float32 else row_major for r in results]
     if mode in modes.SQUARE or modes.has_square_columns(mode):
         layouts[-1] = row_major
-    is_padded = padded and bool(_unfilled_dims(x, mode))
     config = quantize_config.attributes(
-        mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale, is_padded=is_padded
+        mode, x.dtype, e5m2=e5m2, pow2_scale=pow2_scale, is_padded=padded
     )
     call = jax.ffi.ffi_call(
         extension.QUANTIZE_TARGET,

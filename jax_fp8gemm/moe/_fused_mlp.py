@@ -14,7 +14,7 @@ from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
-from jax_fp8gemm._primitives.quantize import quantize_in_mode, rows_and_columns
+from jax_fp8gemm._primitives.quantize import quantize_rows, rows_and_columns
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm.moe import _mlp_products as products
 from jax_fp8gemm.moe._mlp_specs import Specs
@@ -59,7 +59,7 @@ def _rows(
     spec: ProductSpec, fmt: Format | None, x: jax.Array, groups: Groups | None
 ) -> ScaledArray:
     """Quantises x along its last dimension. Only dense products read padded rows."""
-    return quantize_in_mode(x, "row", padded=groups is None, **quantize_args(spec, fmt))[0]
+    return quantize_rows(x, padded=groups is None, **quantize_args(spec, fmt))
 
 
 def _rows_and_columns(
