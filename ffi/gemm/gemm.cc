@@ -14,14 +14,14 @@
 namespace jax_fp8gemm {
 namespace {
 
-// The columns of out. Where 1x128 scales of rhs do not lie along them, out has up to 7 more than
-// rhs has rows.
+// Returns the columns of out. In a 1d2d product they are the rows of rhs, rounded up to a multiple
+// of 8, and otherwise as many as those rows.
 int64_t CountColumns(const GemmConfig& config, int64_t rhs_rows) {
   const bool is_1d2d = !config.is_1d1d && !config.transpose_out;
   return is_1d2d ? CeilDiv(rhs_rows, 8) * 8 : rhs_rows;
 }
 
-// Of a matrix.
+// Returns a matrix as an operand.
 Operand OperandOf(const ffi::AnyBuffer& x) {
   return {x.untyped_data(), x.dimensions()[0], x.dimensions()[1]};
 }

@@ -85,9 +85,9 @@ struct Quantizer : QuantizedTile<Config> {
     }
   }
 
-  // Where results are padded, loads alone may not be aligned.
+  // Runs where results are padded: stores are always aligned, loads may not be.
   __device__ __forceinline__ void run_padded() {
-    static_assert(!kPrefetches && !Walk::kLeavesRows, "of x itself");
+    static_assert(!kPrefetches && !Walk::kLeavesRows, "only x itself has padded results");
     const Walk walk = {params, warp, Walk::count_rows(params), 0};
     place = walk.find(blockIdx.x);
     Source::is_aligned(params.k) ? this->template fill<true>() : this->template fill<false>();
