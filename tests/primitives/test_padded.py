@@ -29,26 +29,7 @@ def test_zeros_fill_the_rows_and_all_else_is_the_same(mode, fmt, pow2):
 @pytest.mark.parametrize("mode", padded_cases.MODES)
 @pytest.mark.parametrize("rows", [128, 72])
 def test_elements_of_a_batch_are_those_of_single_calls(mode, rows):
-    x = jax.random.normal(jax.random.key(0), (3, rows, 200), jnp.bfloat16)
-    how = dict(dtype=E4M3, pow2_scale=False, implementation="xla")
-    run = functools.partial(padded_cases.quantized, mode=mode, **how)
-    mapped, leading = jax.vmap(run)(x), run(x)
-    for i in range(3):
-        for one, a, b in zip(run(x[i]), mapped, leading, strict=True):
-            # Columns have the batch behind k.
-            b = b if b.shape[0] == 3 else jnp.moveaxis(b, 1, 0)
-            assert np.array_equal(a[i].view(jnp.uint8), one.view(jnp.uint8))
-            assert np.array_equal(b[i].view(jnp.uint8), one.view(jnp.uint8))
-
-
-def _unpadded(x, w, dout, how):
-    """The three products of matmul, of operands that the public quantisers return."""
-    product = functools.partial(jf.scaled_matmul, **how)
-    square = jf.quantize(w, block=(128, 128), with_transpose=True)
-    x_rows, x_columns = jf.quantize_both(x)
-    dout_rows, dout_columns = jf.quantize_both(dout)
-    out = product(x_rows, square.T)
-    return out, product(dout_rows, square), product(x_columns, dout_columns)
+    padded_cases.assert_batches_are_independent(mode, rows, "xla")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "emulate"])
@@ -58,7 +39,7 @@ def test_products_have_the_bits_of_operands_without_padding(m, k, n, implementat
     x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
     x = x.at[0, -1].set(jnp.nan)
     out, vjp = jax.vjp(functools.partial(jf.matmul, implementation=implementation), x, w)
-    expected = _unpadded(x, w, dout, dict(implementation=implementation))
+    expected = padded_cases.unpadded_products(x, w, dout, implementation)
     for actual, wanted in zip((out, *vjp(dout)), expected, strict=True):
         np.testing.assert_array_equal(actual.view(jnp.uint16), wanted.view(jnp.uint16))
     assert bool(jnp.isnan(out[0]).all()) and bool(jnp.isfinite(out[1:]).all())
@@ -79,19 +60,19 @@ def test_products_have_the_bits_of_operands_without_padding(m, k, n, implementat
     ids=str,
 )
 def test_a_mesh_cuts_no_padded_dimension(axis_type, x_spec, w_spec, out_spec):
-    """m, k and n are no multiples of four blocks, but with their padding they are."""
+    """With their padding m, k and n are multiples of four blocks. Without it they are not."""
     m, k, n = 500, 496, 508
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
     x, w, dout = draw(0, m, k), draw(1, k, n), draw(2, m, n)
-
-    def quantised_once(x, w, dout):
-        grad = step(x, jf.quantize_weight(w, implementation="xla"), dout)
-        return [*grad[:2], grad[2].weight]
 
     def step(x, w, dout):
         multiply = functools.partial(jf.matmul, implementation="xla", **out_sharding)
         out, vjp = jax.vjp(multiply, x, w)
         return out, *vjp(dout)
+
+    def quantised_once(x, w, dout):
+        out, dx, dw = step(x, jf.quantize_weight(w, implementation="xla"), dout)
+        return out, dx, dw.weight
 
     out_sharding = {}
     steps = jax.jit(step), jax.jit(quantised_once)
@@ -123,7 +104,7 @@ def test_a_mesh_cuts_no_k_that_only_one_operand_pads():
 
 @pytest.mark.parametrize("spec", [P(), P("x", None), P(None, "x")], ids=str)
 def test_a_gated_mlp_of_tokens_that_end_within_a_block(spec):
-    """Its gradients on a mesh, and those of tokens that zeros fill up to a whole block."""
+    """On a mesh it has the bits of tokens that zeros fill up to a whole block."""
     m, d, f = 500, 200, 384
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) / 8
     x, w_gate_up, w_down = draw(0, m, d), draw(1, d, 2 * f), draw(2, f, d)

@@ -12,7 +12,6 @@ import reference
 from gpu_cases import E4M3, E5M2
 
 import jax_fp8gemm as jf
-from jax_fp8gemm._primitives.gemm import gemm
 
 pytestmark = pytest.mark.gpu
 modes = pytest.mark.parametrize("mode", padded_cases.MODES)
@@ -50,14 +49,7 @@ def test_all_of_a_buffer_is_overwritten(mode):
 @modes
 @pytest.mark.parametrize("rows", [128, 72])
 def test_elements_of_a_batch_are_those_of_single_calls(mode, rows):
-    x = jax.random.normal(jax.random.key(0), (3, rows, 200), jnp.bfloat16)
-    run = functools.partial(padded_cases.quantized, mode=mode, **HOW)
-    mapped, leading = jax.jit(jax.vmap(run))(x), jax.jit(run)(x)
-    for i in range(3):
-        for one, a, b in zip(run(x[i]), mapped, leading, strict=True):
-            b = b if b.shape[0] == 3 else jnp.moveaxis(b, 1, 0)  # columns: the batch is behind k
-            gpu_cases.assert_same(a[i], one)
-            gpu_cases.assert_same(b[i], one)
+    padded_cases.assert_batches_are_independent(mode, rows, gpu_cases.IMPLEMENTATION)
 
 
 @pytest.mark.parametrize("is_quantised", [False, True], ids=["array", "quantised"])
@@ -79,16 +71,6 @@ def test_products_have_the_bits_of_operands_without_padding(m, k, n, block, is_q
         dx, dw = vjp(dout)
         return out, dx, jf.master_weights(dw)
 
-    @jax.jit
-    def unpadded(x, w, dout):
-        product = functools.partial(gemm, out_dtype=jnp.bfloat16, **how)
-        square = jf.quantize(w, block=(128, 128), with_transpose=True, **how)
-        x_rows, x_columns = jf.quantize_both(x, **how)
-        if block == (128, 128):
-            x_columns = jf.quantize(x, block=block, with_transpose="only", **how).T
-        dout_rows, dout_columns = jf.quantize_both(dout, **how)
-        out = product(x_rows, square.T)
-        return out, product(dout_rows, square), product(x_columns, dout_columns)
-
+    unpadded = jax.jit(functools.partial(padded_cases.unpadded_products, column_block=block, **how))
     for actual, wanted in zip(padded(x, w, dout), unpadded(x, w, dout), strict=True):
         gpu_cases.assert_same(actual, wanted)
