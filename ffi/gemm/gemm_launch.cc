@@ -58,6 +58,10 @@ int64_t PartRows(const GemmConfig& config, int64_t m) {
   return loads_short ? m % config.block_m : 0;
 }
 
+// Whether the kernel copies row scales by a tensor map; else it copies pieces. Mirrors
+// has_scale_map.
+bool HasScaleMap(uint64_t m) { return m % (m <= 128 ? 8 : 4) == 0; }
+
 // The CTAs of a cluster load a part each of the tile that they share. Half of the rows of a gated
 // tile are of gate, and half of up.
 int64_t RhsBoxRows(const GemmConfig& config) {
@@ -83,8 +87,7 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
   if (const int64_t part_rows = PartRows(config, params.m); part_rows > 0) {
     FFI_ASSIGN_OR_RETURN(params.lhs_part, encode(lhs, part_rows));
   }
-  // Else the stride is no multiple of 16 bytes, and the kernel copies otherwise; or it copies none.
-  if (m % 4 == 0 && config.cluster_k == 1) {
+  if (HasScaleMap(m) && config.cluster_k == 1) {
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.
     const uint32_t num_row_scales =
         config.block_m + (GroupingOf(config) == Grouping::kRows ? 4 : 0);

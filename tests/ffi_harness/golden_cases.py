@@ -30,6 +30,7 @@ SHAPES = {
     "deepseek-v3 decode": Shape(64, 2112, 7168),
     "one row": Shape(1, 576, 7168),
     "m no multiple of 4": Shape(4001, 4096, 512),
+    "few rows, m no multiple of 8": Shape(36, 2112, 7168),
     "k and n not whole blocks": Shape(200, 2888, 2896),
     "short last row of tiles": Shape(4104, 24576, 1536),
     "last round cut": Shape(1024, 2304, 1024),

@@ -82,7 +82,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   const bool ends_inside = m % c.Get("block_m") != 0 && c.Get("cluster_n") == 1;
   check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1 || (is_plain && ends_inside));
   check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale",
-                   m % 4 == 0 && c.Get("cluster_k") == 1);
+                   m % (m <= 128 ? 8 : 4) == 0 && c.Get("cluster_k") == 1);
   check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
   check.RequireMap(params.out_map, "out_map", "out", c.Get("num_slabs") > 0 && !c.Get("gated"));
   check.Require(params.lhs_rows == m, "lhs_rows must be the rows of lhs");

@@ -84,8 +84,11 @@ def _check(shape, ms, rhs_block, out_dtype):
 
 @pytest.mark.parametrize("nk", shapes.DEEPGEMM_NK, ids=str)
 def test_deepgemm_forward_shapes(nk):
-    """m = 1, 128 and 4096; the bits of a row do not depend on m."""
-    ms = (*shapes.DEEPGEMM_M[:2], 65, shapes.DEEPGEMM_M[-1])
+    """m = 1, 128 and 4096, and others; the bits of a row do not depend on m.
+
+    Scales of 12, 36 and 100 rows are copied in another way than those of 128.
+    """
+    ms = (*shapes.DEEPGEMM_M[:2], 12, 36, 65, 100, shapes.DEEPGEMM_M[-1])
     _check(shapes.Shape(max(ms), *nk), ms, FAMILIES["1d2d"], jnp.bfloat16)
 
 

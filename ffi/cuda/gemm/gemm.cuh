@@ -91,8 +91,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
     if (warp == 0 || (Tile::kNumLoaders > 1 && warp == 2)) {
       if (elect_one()) {
         BulkLoader<Config, Scheduler> loader{params, shared, warp / 2};
-        has_scale_map<Config::kBlockM>(params.lhs_rows) ? loader.template run<true>()
-                                                        : loader.template run<false>();
+        has_scale_map(params.lhs_rows) ? loader.template run<true>() : loader.template run<false>();
       }
     } else if (warp == 1 && writes_scales) {
       ScaleWriter<Config, Scheduler>{params, shared}.run();

@@ -13,7 +13,7 @@ namespace jax_fp8gemm {
 struct GemmParams {
   TensorMap lhs, rhs;
   TensorMap lhs_part;       // groups of rows: boxes of kPartRows; kLoadsShort: of m % kBlockM rows
-  TensorMap lhs_scale_map;  // where lhs_rows is a multiple of 4
+  TensorMap lhs_scale_map;  // where has_scale_map(lhs_rows)
   TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
   const float* lhs_scale;   // [k/128][m]
