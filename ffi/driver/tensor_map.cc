@@ -26,7 +26,8 @@ ffi::ErrorOr<CUtensorMap> EncodeTensorMap2D(const Driver& driver, CUtensorMapDat
                                             const void* base, uint64_t inner_elems,
                                             uint64_t outer_rows, uint64_t row_stride_bytes,
                                             uint32_t box_inner, uint32_t box_outer,
-                                            CUtensorMapSwizzle swizzle) {
+                                            CUtensorMapSwizzle swizzle,
+                                            CUtensorMapL2promotion promotion) {
   constexpr uint64_t kMaxDim = uint64_t{1} << 32;
   constexpr uint64_t kMaxStride = uint64_t{1} << 40;
   const uint64_t box_row_bytes = box_inner * ElementBytes(type);
@@ -53,8 +54,7 @@ ffi::ErrorOr<CUtensorMap> EncodeTensorMap2D(const Driver& driver, CUtensorMapDat
   CUtensorMap tensor_map;
   CU_RETURN_IF_ERROR(driver.cuTensorMapEncodeTiled(
       &tensor_map, type, 2, const_cast<void*>(base), dims, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
   return tensor_map;
 }
 

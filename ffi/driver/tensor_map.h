@@ -12,7 +12,7 @@ namespace jax_fp8gemm {
 
 // Encodes a tensor map of `outer_rows` rows of `inner_elems` elements, `row_stride_bytes` apart,
 // read or written in boxes of box_outer x box_inner elements. Elements outside the array read as
-// zero and are not written. L2 fetches are promoted to 256 bytes.
+// zero and are not written. The L2 fetches at least the bytes that `promotion` names.
 //
 // Limits of the hardware (violations return InvalidArgument): `base` and `row_stride_bytes` are
 // multiples of 16 bytes, row_stride_bytes < 2^40, dims in 1..2^32, box dims in 1..256, one box row
@@ -21,7 +21,8 @@ ffi::ErrorOr<CUtensorMap> EncodeTensorMap2D(const Driver& driver, CUtensorMapDat
                                             const void* base, uint64_t inner_elems,
                                             uint64_t outer_rows, uint64_t row_stride_bytes,
                                             uint32_t box_inner, uint32_t box_outer,
-                                            CUtensorMapSwizzle swizzle);
+                                            CUtensorMapSwizzle swizzle,
+                                            CUtensorMapL2promotion promotion);
 
 }  // namespace jax_fp8gemm
 

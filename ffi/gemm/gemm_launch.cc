@@ -68,15 +68,25 @@ int64_t RhsBoxRows(const GemmConfig& config) {
   return config.block_n / config.cluster_m / (config.gated ? 2 : 1);
 }
 
+// How much the L2 fetches where it lacks a part of a box of operand x. NOTE: where rows end inside
+// a line of the L2, the 128 bytes of a row of a box lie in two lines. Then products of more than 16
+// rows are faster if lines are fetched one by one: 466x3680x8080 takes 0.90 of the time.
+CUtensorMapL2promotion PromotionOf(const Operand& x, uint64_t m) {
+  constexpr uint64_t kLineBytes = 128, kFewRows = 16;
+  return x.columns % kLineBytes != 0 && m > kFewRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                     : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+}
+
 // Encodes the maps that the kernel uses of this config and shape; the others stay zero.
 ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, const Operand& lhs,
                             const Operand& rhs, uint64_t out_rows, GemmParams& params) {
   constexpr CUtensorMapSwizzle kSwizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  const uint64_t m = lhs.rows, n = params.n;
   const auto encode = [&](const Operand& x, uint32_t box_rows) {
     return EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_UINT8, x.data, x.columns, x.rows,
-                             x.columns, kScaleBlock, box_rows, kSwizzle);
+                             x.columns, kScaleBlock, box_rows, kSwizzle, PromotionOf(x, m));
   };
-  const uint64_t m = lhs.rows, n = params.n;
   const uint64_t kb = CeilDiv(params.k, kScaleBlock);
   if (m * kb > INT32_MAX) {  // the kernel counts them in 32 bits
     return InvalidArgument("gemm: lhs must have less than 2^31 scales; got ", m, " rows of ", kb);
@@ -94,13 +104,13 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
     FFI_ASSIGN_OR_RETURN(
         params.lhs_scale_map,
         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.lhs_scale, m, kb, 4 * m,
-                          num_row_scales, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+                          num_row_scales, 1, CU_TENSOR_MAP_SWIZZLE_NONE, kPromotion));
   }
   if (config.is_1d1d) {
     FFI_ASSIGN_OR_RETURN(
         params.rhs_scale_map,
         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
-                          config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE));
+                          config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE, kPromotion));
   }
   if (config.num_slabs > 0 && !config.gated) {
     const auto type =
@@ -110,9 +120,9 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
     const int64_t row = config.transpose_out ? params.m : params.n;
     // f32 transposed: a slab of 64 rows and 32 columns is two boxes of 32 rows of out.
     const int64_t box_rows = config.transpose_out ? columns : kSlabRows;
-    FFI_ASSIGN_OR_RETURN(params.out_map,
-                         EncodeTensorMap2D(driver, type, params.out, row, out_rows,
-                                           row * element_bytes, columns, box_rows, swizzle));
+    FFI_ASSIGN_OR_RETURN(params.out_map, EncodeTensorMap2D(driver, type, params.out, row, out_rows,
+                                                           row * element_bytes, columns, box_rows,
+                                                           swizzle, kPromotion));
   }
   return ffi::Error::Success();
 }

@@ -22,7 +22,9 @@ def expected(case: Case) -> dict:
     return derive(case)
 
 
-def _tensor_map(buffer: str, dtype: str, rows: int, columns: int, box: tuple, swizzle: int):
+def _tensor_map(
+    buffer: str, dtype: str, rows: int, columns: int, box: tuple, swizzle: int, promotion: int = 3
+):
     """A map of a row-major (rows, columns) array; box: rows and columns."""
     return {
         "buffer": buffer,
@@ -32,7 +34,7 @@ def _tensor_map(buffer: str, dtype: str, rows: int, columns: int, box: tuple, sw
         "box": [box[1], box[0]],
         "element_strides": [1, 1],
         "swizzle_bytes": swizzle,
-        "l2_promotion": 3,  # 256 bytes
+        "l2_promotion": promotion,  # 3: 256 bytes; 2: 128
     }
 
 
@@ -48,8 +50,9 @@ def _tensor_maps(case: Case) -> dict:
     loads_short = is_plain and c["cluster_n"] == 1
     part_rows = 32 if is_ragged_rows else m % c["block_m"] if loads_short else 0
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
+    # Rows that end inside a line of the L2 are fetched line by line, unless there are few.
     operand = lambda name, dtype, shape, box_rows: _tensor_map(
-        name, dtype, *shape, (box_rows, 128), 128
+        name, dtype, *shape, (box_rows, 128), 128, 2 if shape[1] % 128 and m > 16 else 3
     )
     # 1x128 scales lie as [k/128][rows].
     scales = lambda name, rows, count: _tensor_map(name, "f32", num_blocks(k), rows, (1, count), 0)

@@ -65,7 +65,8 @@ void RunTensorMaps(uint64_t seed, long num_maps) {
   for (long i = 0; i < num_maps; ++i) {
     const Request r = AnyRequest(random);
     const auto map = EncodeTensorMap2D(**driver, r.type, reinterpret_cast<void*>(r.base), r.inner,
-                                       r.outer, r.stride, r.box_inner, r.box_outer, r.swizzle);
+                                       r.outer, r.stride, r.box_inner, r.box_outer, r.swizzle,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
     const std::string rule = DriverRule(r);
     const std::string error = map.has_error() ? map.error().message() : "";
     Require(map.has_error() == !rule.empty()
