@@ -136,7 +136,6 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.gated || (c.activation == kSilu && !c.h_e5m2 && !c.h_pow2_scale),
        "activation, h_e5m2 and h_pow2_scale must be 0 without gated"},
       {HasRightConstants(ActivationOf(c)), kConstantsRule},
-      {c.num_slabs == 0 || c.block_n % SlabColumns(c) == 0, "slabs need block_n a multiple of 32"},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},
@@ -175,7 +174,12 @@ int64_t MostSplitK(const GemmConfig& config) {
   return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
 }
 
+int64_t NumSlabs(const GemmConfig& config) {
+  return config.out_f32 && config.block_n % 32 != 0 ? 0 : config.num_slabs;
+}
+
 int64_t SlabColumns(const GemmConfig& config) {
+  if (config.block_n % 32 != 0) return config.block_n;
   return config.out_f32 || config.block_n % 64 != 0 ? 32 : 64;
 }
 
@@ -184,7 +188,8 @@ int64_t DynamicSmemBytes(const GemmConfig& config) {
   // Mirrors Tile::SharedStorage in cuda/gemm/tile.cuh, member by member.
   const int64_t num_stages = config.num_stages;
   int64_t bytes = num_stages * (int64_t{config.block_m} + config.block_n) * kScaleBlock;
-  bytes += config.num_consumers * std::max<int64_t>(16, config.num_slabs * kSlabBytes);
+  const int64_t slab_bytes = kSlabRows * (config.block_n % 32 != 0 ? 2 * config.block_n : 128);
+  bytes += config.num_consumers * std::max<int64_t>(16, NumSlabs(config) * slab_bytes);
   const int64_t num_row_scales = int64_t{config.block_m} + 32;
   bytes = RoundUp(bytes, 128) + num_stages * num_row_scales * 4;
   bytes = RoundUp(bytes, 128) + num_stages * NumColumnScales(config) * 4;
@@ -230,7 +235,7 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
   add("kNumConsumers", config.num_consumers);
   add("kNumAccums", config.num_accums);
   add("kNumStages", config.num_stages);
-  add("kNumSlabs", config.num_slabs);
+  add("kNumSlabs", NumSlabs(config));
   add("kClusterM", config.cluster_m);
   add("kClusterN", config.cluster_n);
   add("kClusterSize", int64_t{config.cluster_m} * config.cluster_n);

@@ -25,7 +25,7 @@ struct GemmConfig {
   int32_t num_consumers;         // warpgroups that share the rows of the tile
   int32_t num_accums;            // wgmma batches in flight, per consumer
   int32_t num_stages;            // k-blocks of 128 that shared memory holds
-  int32_t num_slabs;             // per consumer, 8 KiB each to stage out for TMA; 0: store directly
+  int32_t num_slabs;             // per consumer, to stage out for TMA; 0: store directly
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
   int32_t cluster_k;             // CTAs that divide a tile's k-blocks; 1, 4 or 8 (split_k.cuh)
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
@@ -61,10 +61,14 @@ inline Activation ActivationOf(const GemmConfig& config) {
   return {config.activation, config.limit, config.alpha, config.up_offset};
 }
 
-// A slab stages 64 rows of up to 128 bytes of out.
-constexpr int64_t kSlabRows = 64, kSlabBytes = kSlabRows * 128;
+// Rows of out that a slab stages.
+constexpr int64_t kSlabRows = 64;
 
-// Columns of out in a slab: 128 bytes, or 64 of bf16 where block_n is no multiple of 64.
+// The slabs of a consumer: none for f32 in tiles whose columns 32 does not divide.
+int64_t NumSlabs(const GemmConfig& config);
+
+// Columns of out in a slab: 128 bytes, or 64 of bf16 where block_n is no multiple of 64, or all of
+// the tile's where it is no multiple of 32.
 int64_t SlabColumns(const GemmConfig& config);
 
 // Rows of lhs that the last tile of a group loads at a time.

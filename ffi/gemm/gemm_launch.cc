@@ -112,11 +112,13 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
         EncodeTensorMap2D(driver, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, params.rhs_scale, n, kb, 4 * n,
                           config.block_n, 1, CU_TENSOR_MAP_SWIZZLE_NONE, kPromotion));
   }
-  if (config.num_slabs > 0 && !config.gated) {
+  if (NumSlabs(config) > 0 && !config.gated) {
     const auto type =
         config.out_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const int64_t element_bytes = config.out_f32 ? 4 : 2, columns = SlabColumns(config);
-    const auto swizzle = columns * element_bytes == 128 ? kSwizzle : CU_TENSOR_MAP_SWIZZLE_64B;
+    const auto swizzle = columns % 32 != 0                ? CU_TENSOR_MAP_SWIZZLE_NONE
+                         : columns * element_bytes == 128 ? kSwizzle
+                                                          : CU_TENSOR_MAP_SWIZZLE_64B;
     const int64_t row = config.transpose_out ? params.m : params.n;
     // f32 transposed: a slab of 64 rows and 32 columns is two boxes of 32 rows of out.
     const int64_t box_rows = config.transpose_out ? columns : kSlabRows;

@@ -56,9 +56,13 @@ def _tensor_maps(case: Case) -> dict:
     )
     # 1x128 scales lie as [k/128][rows].
     scales = lambda name, rows, count: _tensor_map(name, "f32", num_blocks(k), rows, (1, count), 0)
-    # A slab of 64 rows has 128 bytes of each, or 32 columns of bf16 where 64 do not divide a tile.
+    # A slab of 64 rows has 128 bytes of each, or 32 columns of bf16 where 64 do not divide a tile,
+    # or all columns, without a swizzle, where 32 do not. f32 has no slabs there.
+    is_whole = c["block_n"] % 32 != 0
     slab_columns = 64 if out_type == "bf16" and c["block_n"] % 64 == 0 else 32
-    slab_bytes = slab_columns * BYTES[out_type]
+    slab_columns = c["block_n"] if is_whole else slab_columns
+    slab_bytes = 0 if is_whole else slab_columns * BYTES[out_type]
+    has_slabs = c["num_slabs"] > 0 and not (is_whole and out_type == "f32")
     # Transposed, the 64 rows are 128 bytes or, in f32, two boxes.
     box = (slab_columns if c["transpose_out"] else 64, slab_columns)
     return {
@@ -77,7 +81,7 @@ def _tensor_maps(case: Case) -> dict:
         else None,
         "rhs_scale_map": scales("rhs_scale", rhs_rows, c["block_n"]) if c["is_1d1d"] else None,
         "out_map": _tensor_map("out", out_type, out_rows, out_columns, box, slab_bytes)
-        if c["num_slabs"] and not c["gated"]
+        if has_slabs and not c["gated"]
         else None,
     }
 

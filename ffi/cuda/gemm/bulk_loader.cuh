@@ -128,7 +128,7 @@ struct BulkLoader {
   // Brings what the tile's sums are added to into the L2, where the additions are made.
   __device__ __forceinline__ void prefetch_out(const Work& work) const {
     constexpr int kSlabColumns = Tile::kSlabRowBytes / 4;  // kAccumulate: of f32
-    constexpr int kBoxRows = Config::kTransposesOut ? 32 : Tile::kSlabRows;
+    constexpr int kBoxRows = Config::kTransposesOut ? 32 : kSlabRows;
 #pragma unroll 1
     for (int row = 0; row < Config::kBlockM; row += kBoxRows) {
 #pragma unroll 1

@@ -1,6 +1,7 @@
 // Stores the promoted sums of registers to the output in global memory.
 #pragma once
 
+#include "gemm/slabs.cuh"
 #include "ptx/tma.cuh"
 
 namespace jax_fp8gemm {
@@ -29,17 +30,19 @@ struct SlabRing {
 // or 32 f32 columns. In a slab the 16-byte chunk c of row r lies at chunk c ^ (r % 8), the 128-byte
 // swizzle, so that neither the writes nor TMA have bank conflicts. Where 64 does not divide
 // kBlockN, bf16 slabs have 32 columns, 64 bytes, and the 64-byte swizzle: c ^ (r / 2 % 4); then
-// there are twice kNumSlabs. Each warpgroup owns its slabs and its stores; nothing here waits for
-// another warpgroup. kAccumulate adds to the output: each element has one addition, so the result
-// does not depend on any order.
+// there are twice kNumSlabs. Where 32 does not divide it, they have all columns and no swizzle:
+// rows are an odd multiple of 16 bytes apart, or of 32, where two lanes meet in a bank. Each
+// warpgroup owns its slabs and its stores; nothing here waits for another warpgroup. kAccumulate
+// adds to the output: each element has one addition, so the result does not depend on any order.
 template <bool kIsF32, bool kAccumulate, int kMSubs, int kBlockN, int kNumSlabs, int kRegs>
 __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
                                           const float (&promoted)[kMSubs][kRegs], int row,
                                           int column, int consumer, int warp, int lane) {
-  constexpr int kColumns = kIsF32 || kBlockN % 64 != 0 ? 32 : 64;  // mirrors SlabColumns
+  constexpr int kColumns = kIsF32 ? 32 : slab_columns(kBlockN);
+  constexpr bool kHasAllColumns = kColumns % 32 != 0;
   constexpr int kRowBytes = kColumns * (kIsF32 ? 4 : 2);
   constexpr int kSlabBytes = 64 * kRowBytes;
-  constexpr int kSlabs = kNumSlabs * 128 / kRowBytes;
+  constexpr int kSlabs = kHasAllColumns ? kNumSlabs : kNumSlabs * 128 / kRowBytes;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
   using Ring = SlabRing<kTotal, kSlabs>;
@@ -62,8 +65,15 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
       } else {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
-          const uint32_t chunk =
-              (j + lane / 16) ^ (kRowBytes == 128 ? local_row % 8 : local_row / 2 % 4);
+          const uint32_t swizzle = kHasAllColumns     ? 0
+                                   : kRowBytes == 128 ? local_row % 8
+                                                      : local_row / 2 % 4;
+          const uint32_t chunk = (j + lane / 16) ^ swizzle;
+          if (j + 1 == kColumns / 8) {
+            stmatrix_x2(smem_address(rows) + chunk * 16, pack_bf16(d[4 * j], d[4 * j + 1]),
+                        pack_bf16(d[4 * j + 2], d[4 * j + 3]));
+            continue;
+          }
           stmatrix_x4(smem_address(rows) + chunk * 16, pack_bf16(d[4 * j], d[4 * j + 1]),
                       pack_bf16(d[4 * j + 2], d[4 * j + 3]), pack_bf16(d[4 * j + 4], d[4 * j + 5]),
                       pack_bf16(d[4 * j + 6], d[4 * j + 7]));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm/pipeline.cuh"
+#include "gemm/slabs.cuh"
 #include "gemm/tile_queue.cuh"
 #include "groups.cuh"
 #include "ptx/mbarrier.cuh"
@@ -107,8 +108,8 @@ struct Tile {
   // Row scales of a stage in shared memory: with room for RowScales::kMostWindow.
   static constexpr int kRowScales = Config::kBlockM + 32;
   static constexpr int kRhsScaleBytes = Config::kIs1d1d ? Config::kBlockN * 4 : 0;
-  static constexpr int kSlabRows = 64, kSlabRowBytes = 128;
-  static constexpr int kSlabBytes = kSlabRows * kSlabRowBytes;
+  static constexpr int kSlabRowBytes = 128;  // but in slabs of all columns of a tile
+  static constexpr int kSlabBytes = slab_bytes(Config::kBlockN);
   // The most 128-column blocks that a tile can lie under: at worst it starts kColumnStep before the
   // end of one. And whether one wgmma can lie under two.
   static constexpr int kColumnStep = gcd(Config::kBlockN, 128);

@@ -137,7 +137,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// The same of the transposed matrices: lane l gives the address of column l % 8 of matrix l / 8.
+// The same of two matrices: only the addresses of lanes 0 .. 15 count.
+__device__ __forceinline__ void stmatrix_x2(uint32_t address, uint32_t r0, uint32_t r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0),
+               "r"(r1)
+               : "memory");
+}
+
+// The same of four transposed matrices: lane l gives the address of column l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1,
                                                   uint32_t r2, uint32_t r3) {
   asm volatile(
