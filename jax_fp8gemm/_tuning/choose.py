@@ -27,10 +27,8 @@ from jax_fp8gemm._tuning.tile_config import (
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
 # docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
-    (64, 24576, 1536, False): tile_config.TILE_64X64,
-    (128, 2112, 7168, False): tile_config.TILE_64X32,  # 10.0 us, 64x48 10.7
-    (128, 7168, 16384, False): tile_config.TILE_64X128,  # 41.5 us, 128x64 44.4
-    (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,
+    (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,  # 10.5 us, 128x256 11.8
+    (4096, 576, 7168, False): tile_config.TILE_128X144,  # 29.3 us, 192x96 30.9
 }
 
 override: Forced[TileConfig] = Forced()  # the config of every product within a context

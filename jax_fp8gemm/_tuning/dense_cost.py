@@ -3,8 +3,8 @@
     time = rounds * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 
 A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
-loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of 59
-configs on 102 shapes drawn at random, on an H200, and some of them again to 170 other shapes
+loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of
+many configs on 102 shapes drawn at random, on an H200, and some of them to 170 other shapes
 (docs/experiments/gemm-choice.md). The purpose is to rank configs. Weight gradients and grouped
 products have cost.py.
 """
@@ -25,7 +25,7 @@ _DRAM_BYTES_PER_US = 3.9e6
 
 # The part of the tensor cores' rate that 128 columns a wgmma reach, by consumers and accumulators.
 # One accumulator and one wgmma a k-block leave fewer batches to hide a promotion.
-_EFFICIENCY = {(1, 4): 0.644, (1, 2): 0.706, (2, 2): 0.911, (2, 1): 1.03, (3, 1): 0.98}
+_EFFICIENCY = {(1, 4): 0.567, (1, 2): 0.667, (2, 2): 0.865, (2, 1): 1.03, (3, 1): 0.98}
 _ONE_BATCH = 0.862  # of two consumers with one accumulator
 _NARROW_COLUMNS = 15.8  # a wgmma takes as long as if it had so many columns more
 
@@ -45,7 +45,9 @@ _SMS_OF_FOURS = 120
 _TILE_CLOCKS = 269
 _STORE_BYTES_PER_CLOCK = 55.5
 _STORE_BYTES_PER_CLOCK_NARROW = 25.4  # in rows of 64 bytes, where 64 does not divide block_n
-_STORE_BYTES_PER_CLOCK_DIRECT = 12.7  # from registers
+_STORE_BYTES_PER_CLOCK_WHOLE = 30  # in whole rows of a tile, where 32 does not divide block_n
+_STORE_BYTES_PER_CLOCK_DIRECT = 15.9  # from registers, of the rows that lhs has
+_SLAB_CLOCKS = 150  # a lone consumer waits for its slabs
 # Cost of a tile whose rows end within its first consumer warpgroup, relative to a whole tile.
 _SHORT_TILE = 0.9
 
@@ -60,7 +62,7 @@ def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms
         num_sms = min(num_sms, _SMS_OF_FOURS)
     busy = min(num_m * num_n, num_sms)
     k_blocks = math.ceil(k / _SCALE_BLOCK) * _k_block_clocks(c, m, k, busy)
-    clocks = k_blocks + _TILE_CLOCKS + c.block_m * c.block_n * out_bytes / _store_rate(c)
+    clocks = k_blocks + _TILE_CLOCKS + _store_clocks(c, m, out_bytes)
     rounds = _rounds(c, m, num_m, num_n, num_sms)
     computing = rounds * clocks / _CLOCK_MHZ
     moving = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
@@ -94,12 +96,16 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
 
 
-def _store_rate(c: TileConfig) -> float:
-    """Returns bytes a clock."""
-    if c.num_slabs == 0:
-        return _STORE_BYTES_PER_CLOCK_DIRECT
-    is_narrow = c.block_n % 64 != 0  # see SlabColumns
-    return _STORE_BYTES_PER_CLOCK_NARROW if is_narrow else _STORE_BYTES_PER_CLOCK
+def _store_clocks(c: TileConfig, m: int, out_bytes: int) -> float:
+    """Returns the clocks that a consumer takes to store its part of a tile."""
+    is_whole = c.block_n % 32 != 0  # see SlabColumns
+    if c.num_slabs == 0 or (is_whole and out_bytes > 2):
+        return min(c.block_m, m) * c.block_n * out_bytes / _STORE_BYTES_PER_CLOCK_DIRECT
+    rate = _STORE_BYTES_PER_CLOCK
+    if c.block_n % 64 != 0:
+        rate = _STORE_BYTES_PER_CLOCK_WHOLE if is_whole else _STORE_BYTES_PER_CLOCK_NARROW
+    waiting = _SLAB_CLOCKS if c.num_consumers == 1 else 0
+    return waiting + c.block_m * c.block_n * out_bytes / rate
 
 
 def _overlap(a: float, b: float) -> float:

@@ -49,7 +49,8 @@ class TileConfig:
       num_accums: wgmma accumulators in rotation; one batch less is queued ahead.
       num_stages: depth of the ring of operands in shared memory, in k-blocks.
       num_slabs: 8 KiB slabs in which each consumer stages results for TMA; 0: it stores from
-        registers.
+        registers. Where 32 does not divide block_n, a slab has 64 whole rows of the tile, and f32
+        is stored from registers.
       cluster_m, cluster_n: CTAs that share a tile of rhs, or of lhs, by multicast.
       cluster_k: CTAs that divide the k-blocks of a tile. With more than one, sub_n is block_m,
         one consumer multiplies, and the other adds what its cluster multiplied.
@@ -92,7 +93,7 @@ def formats(lhs: Any, rhs: Any) -> dict[str, bool]:
 
 # Tiles for few rows stream rhs: they have many stages, several batches in the queue, and few
 # columns, so that there are tiles for all SMs. Of their 64 rows, those that lhs does not have are
-# not loaded.
+# not loaded, and not stored from registers.
 TILE_64X16 = TileConfig(
     block_m=64, block_n=16, sub_n=16, num_consumers=1, num_accums=4, num_stages=20, num_slabs=0
 )
@@ -138,14 +139,15 @@ CONFIGS: tuple[TileConfig, ...] = (
     TILE_64X56,
     TILE_64X64,
     TILE_64X128,
-    TILE_128X64,
     TILE_128X128_SUB64,
     TILE_128X128,
     TILE_128X256,
     TILE_192X128,
 )
-# For dense 1d2d products alone: widths that fill the last round of more shapes, and clusters that
-# read rhs, or lhs, from the L2 once for two or four CTAs.
+CONFIGS_1D1D: tuple[TileConfig, ...] = (TILE_128X64, TILE_256X96)
+# For dense 1d2d products alone: widths that fill the last round of more shapes, clusters that read
+# rhs, or lhs, from the L2 once for two or four CTAs, and slabs. With about 40 rows or more, a tile
+# is stored faster by TMA than from registers.
 TILE_64X48 = TileConfig(
     block_m=64, block_n=48, sub_n=48, num_consumers=1, num_accums=4, num_stages=15, num_slabs=0
 )
@@ -155,11 +157,25 @@ TILE_64X80 = TileConfig(
 TILE_64X96 = TileConfig(
     block_m=64, block_n=96, sub_n=96, num_consumers=1, num_accums=2, num_stages=11, num_slabs=0
 )
-TILE_64X160 = TileConfig(
-    block_m=64, block_n=160, sub_n=80, num_consumers=1, num_accums=2, num_stages=7, num_slabs=0
+TILE_64X64_SLAB = dataclasses.replace(TILE_64X64, num_slabs=1)
+TILE_64X80_SLAB = dataclasses.replace(TILE_64X80, num_stages=11, num_slabs=1)
+TILE_64X96_SLAB = dataclasses.replace(TILE_64X96, num_stages=10, num_slabs=1)
+TILE_64X112 = TileConfig(
+    block_m=64, block_n=112, sub_n=112, num_consumers=1, num_accums=2, num_stages=9, num_slabs=1
 )
+TILE_64X128_SLAB = dataclasses.replace(TILE_64X128, num_slabs=1)
+TILE_64X160 = TileConfig(
+    block_m=64, block_n=160, sub_n=80, num_consumers=1, num_accums=2, num_stages=7, num_slabs=1
+)
+TILE_128X64_SLAB = dataclasses.replace(TILE_128X64, num_slabs=1)
 TILE_128X96 = TileConfig(
     block_m=128, block_n=96, sub_n=96, num_consumers=2, num_accums=2, num_stages=6, num_slabs=3
+)
+TILE_128X112 = TileConfig(
+    block_m=128, block_n=112, sub_n=112, num_consumers=2, num_accums=2, num_stages=6, num_slabs=1
+)
+TILE_128X144 = TileConfig(
+    block_m=128, block_n=144, sub_n=144, num_consumers=2, num_accums=1, num_stages=5, num_slabs=1
 )
 TILE_128X160 = TileConfig(
     block_m=128, block_n=160, sub_n=160, num_consumers=2, num_accums=1, num_stages=5, num_slabs=1
@@ -170,23 +186,42 @@ TILE_128X192 = TileConfig(
 TILE_128X224 = TileConfig(
     block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
 )
+TILE_192X96 = TileConfig(
+    block_m=192, block_n=96, sub_n=96, num_consumers=3, num_accums=1, num_stages=5, num_slabs=1
+)
 CONFIGS_1D2D: tuple[TileConfig, ...] = (
     TILE_64X48,
     TILE_64X80,
     TILE_64X96,
+    TILE_64X64_SLAB,
+    TILE_64X80_SLAB,
+    TILE_64X96_SLAB,
+    TILE_64X112,
+    TILE_64X128_SLAB,
     TILE_64X160,
+    TILE_128X64_SLAB,
     TILE_128X96,
+    TILE_128X112,
+    TILE_128X144,
     TILE_128X160,
     TILE_128X192,
     TILE_128X224,
+    TILE_192X96,
     *(
         dataclasses.replace(config, cluster_m=2)
-        for config in (TILE_128X96, TILE_128X192, TILE_128X224, TILE_128X256, TILE_192X128)
+        for config in (
+            TILE_128X96,
+            TILE_128X128,
+            TILE_128X192,
+            TILE_128X224,
+            TILE_128X256,
+            TILE_192X128,
+        )
     ),
     *(dataclasses.replace(config, cluster_m=4) for config in (TILE_128X192, TILE_128X256)),
     *(
         dataclasses.replace(config, cluster_n=4)
-        for config in (TILE_128X96, TILE_128X160, TILE_192X128)
+        for config in (TILE_128X96, TILE_128X112, TILE_128X160, TILE_192X128)
     ),
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
@@ -228,6 +263,6 @@ def configs(
         return TRANSPOSED_CONFIGS
     if grouping:
         return (*GROUPED_CONFIGS[grouping], *((TILE_256X96,) if is_1d1d else ()))
-    listed = (*CONFIGS, *((TILE_256X96,) if is_1d1d else CONFIGS_1D2D))
+    listed = (*CONFIGS, *(CONFIGS_1D1D if is_1d1d else CONFIGS_1D2D))
     clusters = CLUSTER_CONFIGS if with_clusters else ()
     return (*listed, *(config for config in clusters if config not in listed))
