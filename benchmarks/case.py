@@ -11,7 +11,7 @@ from benchmarks.problem import Shape, Work
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call
 from jax_fp8gemm._tuning import tile_config
-from jax_fp8gemm._tuning.tile_config import TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
 
 Build = Callable[[], Call]
 GEMM_KERNEL = "fp8_gemm"  # substring of the names of our GEMM kernels

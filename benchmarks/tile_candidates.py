@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from jax_fp8gemm._tuning.split_k import split_k_configs
-from jax_fp8gemm._tuning.tile_config import TileConfig, configs
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import configs
 
 _SMEM_BYTES = 232448  # of a CTA
 _LISTED = configs(is_1d1d=False)

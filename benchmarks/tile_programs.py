@@ -15,7 +15,7 @@ from benchmarks.case import tile_text
 from benchmarks.problem import Shape
 from benchmarks.tile_candidates import candidates
 from jax_fp8gemm._runtime import extension, precompile
-from jax_fp8gemm._tuning.tile_config import Kernel, TileConfig
+from jax_fp8gemm._tuning.tile import Kernel, TileConfig
 
 KERNEL = Kernel(
     is_1d1d=False, lhs_e5m2=False, rhs_e5m2=False, out_f32=False, accumulate=False, num_sms=132

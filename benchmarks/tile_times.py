@@ -31,7 +31,8 @@ from benchmarks.timing.cupti import cupti, stop_recording
 from benchmarks.timing.queues import JaxQueue
 from benchmarks.timing.timer import Call, sample_flushed, warm_up
 from jax_fp8gemm._runtime import extension
-from jax_fp8gemm._tuning.tile_config import CONFIGS, TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import CONFIGS
 
 _FLUSH_BYTES = 1 << 28  # several times the L2
 _MOST_COMPARED = 1 << 21  # elements of a result

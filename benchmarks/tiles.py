@@ -9,7 +9,7 @@ import jax
 from benchmarks.case import Case, tile_text
 from benchmarks.timing.timer import Call
 from jax_fp8gemm._tuning import choose, tile_config
-from jax_fp8gemm._tuning.tile_config import TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
 
 _PATTERN = re.compile(r"(\d+)x(\d+)/(\d+) w(\d+) a(\d+) s(\d+) d(\d+) c(\d+)x(\d+)(?:x(\d+))?")
 

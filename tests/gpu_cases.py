@@ -20,6 +20,7 @@ from jax import lax
 import jax_fp8gemm as jf
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning.tile import TileConfig
 
 IMPLEMENTATION = "cuda"
 ROWS, SQUARE = (1, 128), (128, 128)
@@ -102,9 +103,7 @@ def precompile() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def compile_with(
-    config: tile_config.TileConfig | None, function: Callable, *args, **jit_options
-) -> Callable:
+def compile_with(config: TileConfig | None, function: Callable, *args, **jit_options) -> Callable:
     """Compiles function(*args) with every product on `config`; None leaves the choice.
 
     A fresh function object, since jit would return what it compiled for another config. The

@@ -19,7 +19,8 @@ from jax_fp8gemm._primitives.grouped_gemm import rows_of_tiles
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
 from jax_fp8gemm._tuning import choose, cost, gated_config
-from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS
 
 
 @dataclass(frozen=True)

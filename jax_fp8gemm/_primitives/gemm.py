@@ -44,7 +44,8 @@ from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
-from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning import choose
+from jax_fp8gemm._tuning.tile import operand_formats
 
 _BLOCK = formats.SCALE_BLOCK
 
@@ -207,7 +208,7 @@ def _ffi_call(
         extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     config = choose.choose(*extents, k + -k % 16, num_sms=num_sms, **spec).attributes(
-        **spec, **tile_config.formats(lhs, rhs), num_sms=num_sms
+        **spec, **operand_formats(lhs, rhs), num_sms=num_sms
     )
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)

@@ -29,6 +29,7 @@ from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._primitives.swiglu_quantize import swiglu_quantize_p
 from jax_fp8gemm._runtime import extension, hopper
 from jax_fp8gemm._tuning import choose, gated_config, tile_config
+from jax_fp8gemm._tuning.tile import operand_formats
 
 _OP = "grouped_gated_gemm"
 _BLOCK = formats.SCALE_BLOCK
@@ -150,7 +151,7 @@ def _ffi_call(
         lhs, rhs = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad_k)]) for x in (lhs, rhs))
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
     of_h: dict[str, Any] = dict(e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
-    config = gated_config.attributes(extension.num_sms(), **tile_config.formats(lhs, rhs), **of_h)
+    config = gated_config.attributes(extension.num_sms(), **operand_formats(lhs, rhs), **of_h)
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
     next_tile = jax.ShapeDtypeStruct((1,), jnp.int32)  # the kernel counts tiles in it
     values, scale, _ = jax.ffi.ffi_call(

@@ -31,6 +31,7 @@ from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning.tile import operand_formats
 
 UnusedRows = Literal["zero", "undefined"]
 
@@ -184,7 +185,7 @@ def _ffi_call(
     expected = rows_of_tiles(*batch, expected_rows=expected_rows)
     config = choose.choose(expected, n, k, g, **spec, num_sms=num_sms).attributes(
         **spec,
-        **tile_config.formats(lhs, rhs),
+        **operand_formats(lhs, rhs),
         num_sms=num_sms,
         grouping=tile_config.GROUPED_ROWS,
     )

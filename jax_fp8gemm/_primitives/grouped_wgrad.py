@@ -28,6 +28,7 @@ from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
 from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning.tile import operand_formats
 
 _BLOCK = formats.SCALE_BLOCK
 
@@ -167,7 +168,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool
     num_sms = extension.num_sms()
     config = choose.choose(*extents, t, g, **spec, num_sms=num_sms).attributes(
         **spec,
-        **tile_config.formats(lhs, rhs),
+        **operand_formats(lhs, rhs),
         num_sms=num_sms,
         grouping=tile_config.GROUPED_CONTRACTION,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_fp8gemm._tuning import gated_config, tile_config
 from jax_fp8gemm._tuning.split_k import SPLIT_K_CONFIGS
+from jax_fp8gemm._tuning.tile import Kernel
 
 _OUTS = {
     "bf16": dict(out_f32=False, accumulate=False),
@@ -46,9 +47,7 @@ def gemm_kernels(
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
             of_result = configs if out == "accumulate" else (*configs, *split)
-            yield from (
-                config.attributes(**cast(tile_config.Kernel, kernel)) for config in of_result
-            )
+            yield from (config.attributes(**cast(Kernel, kernel)) for config in of_result)
     for (lhs_e5m2, rhs_e5m2), (e5m2, pow2_scale) in itertools.product(
         formats(all_formats), formats(all_formats)
     ):

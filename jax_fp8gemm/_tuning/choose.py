@@ -17,12 +17,8 @@ from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
 from jax_fp8gemm._tuning.split_k import split_k_configs, split_k_time_us
-from jax_fp8gemm._tuning.tile_config import (
-    GROUPED_CONTRACTION,
-    GROUPED_ROWS,
-    TileConfig,
-    configs,
-)
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, configs
 
 # (m, n, k, is_1d1d) -> config. On these shapes the model's choice was slower on an H200:
 # docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION
 
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from jax_fp8gemm._tuning.tile_config import TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
 
 # For dense 1d2d products of few rows, few columns and much k: a cluster divides the k-blocks of a
 # tile (ffi/cuda/gemm/split_k.cuh). They have no kernel that accumulates.

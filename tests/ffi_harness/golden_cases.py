@@ -22,7 +22,8 @@ from jax_fp8gemm._tuning import (
     sum_rows_config,
     tile_config,
 )
-from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, TileConfig
+from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS
 
 # Shapes of DeepSeek-V3's projections, and the edges: what each is here for.
 SHAPES = {

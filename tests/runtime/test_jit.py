@@ -21,6 +21,7 @@ from jax_fp8gemm._tuning import (
     sum_rows_config,
     tile_config,
 )
+from jax_fp8gemm._tuning.tile import TileConfig
 
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
@@ -100,7 +101,7 @@ def test_without_a_disk_cache_memory_goes_on(cache_dir):
 )
 def test_tiles_of_no_kernel_are_refused(tile, how, rule):
     flags = dict.fromkeys(("is_1d1d", "out_f32", "accumulate", "lhs_e5m2", "rhs_e5m2"), False)
-    config = tile_config.TileConfig(*tile).attributes(**(flags | how), num_sms=1)
+    config = TileConfig(*tile).attributes(**(flags | how), num_sms=1)
     with pytest.raises(ValueError, match=rule):
         _ext.compile_gemm(config)
 
