@@ -59,8 +59,8 @@ def _tensor_maps(case: Case) -> dict:
     # A slab of 64 rows has 128 bytes of each, or 32 columns of bf16 where 64 do not divide a tile,
     # or all columns, without a swizzle, where 32 do not. f32 has no slabs there.
     is_whole = c["block_n"] % 32 != 0
-    slab_columns = 64 if out_type == "bf16" and c["block_n"] % 64 == 0 else 32
-    slab_columns = c["block_n"] if is_whole else slab_columns
+    widest = 64 if out_type == "bf16" and c["block_n"] % 64 == 0 else 32
+    slab_columns = c["block_n"] if is_whole else widest
     slab_bytes = 0 if is_whole else slab_columns * BYTES[out_type]
     has_slabs = c["num_slabs"] > 0 and not (is_whole and out_type == "f32")
     # Transposed, the 64 rows are 128 bytes or, in f32, two boxes.

@@ -41,8 +41,8 @@ __device__ __forceinline__ void store_tma(const TensorMap* map, uint8_t* slabs,
   constexpr int kColumns = kIsF32 ? 32 : slab_columns(kBlockN);
   constexpr bool kHasAllColumns = kColumns % 32 != 0;
   constexpr int kRowBytes = kColumns * (kIsF32 ? 4 : 2);
-  constexpr int kSlabBytes = 64 * kRowBytes;
-  constexpr int kSlabs = kHasAllColumns ? kNumSlabs : kNumSlabs * 128 / kRowBytes;
+  constexpr int kSlabBytes = kSlabRows * kRowBytes;
+  constexpr int kSlabs = kNumSlabs * slab_bytes(kBlockN) / kSlabBytes;
   constexpr int kSlabsPerRow = kBlockN / kColumns;
   constexpr int kTotal = kMSubs * kSlabsPerRow;
   using Ring = SlabRing<kTotal, kSlabs>;
