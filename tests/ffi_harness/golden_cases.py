@@ -133,6 +133,9 @@ def _dense_cases() -> list[Case]:
             name = f"dense {family} {_tile_name(config)}, {shape_name}"
             out = "f32" if is_1d1d else "bf16"
             cases.append(_dense(name, SHAPES[shape_name], config, out, is_1d1d))
+    # f32 has no slabs where 32 does not divide the columns of a tile.
+    name, shape = "dense 1d2d 128x112, f32 from registers", next(iter(SHAPES.values()))
+    cases.append(_dense(name, shape, tile_config.TILE_128X112, "f32"))
     # Every shape once, in the largest tile.
     large = max(tile_config.CONFIGS, key=lambda c: c.block_m * c.block_n)
     for shape_name, shape in SHAPES.items():
