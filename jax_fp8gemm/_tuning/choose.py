@@ -3,7 +3,8 @@
 The choice is a pure function of static shapes and the number of multiprocessors. It is made when a
 program is lowered, and baked into the executable. A table of measured overrides comes first; other
 shapes get the config that is predicted to be fastest: of dense 1d2d products by
-_tuning/dense_cost.py, of others by _tuning/cost.py.
+_tuning/dense_cost.py, of groups of rows by _tuning/grouped_cost.py, of weight gradients by
+_tuning/cost.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax_fp8gemm._runtime.forced import Forced
 from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
+from jax_fp8gemm._tuning.grouped_cost import grouped_rows_time_us, is_for_rows
 from jax_fp8gemm._tuning.split_k import split_k_configs, split_k_time_us
 from jax_fp8gemm._tuning.tile import TileConfig
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, configs
@@ -129,8 +131,28 @@ def _choose_grouped(
     num_sms: int,
 ) -> TileConfig:
     grouping = GROUPED_CONTRACTION if is_1d1d or transpose_out else GROUPED_ROWS
-    how = is_1d1d, out_bytes, num_sms, grouping
+    how = is_1d1d, transpose_out, out_bytes, num_sms
+    candidates = configs(grouping, is_1d1d=is_1d1d, transpose_out=transpose_out)
+    if grouping == GROUPED_ROWS:
+        candidates = [c for c in candidates if is_for_rows(c, m / num_groups)]
     return min(
-        configs(grouping, is_1d1d=is_1d1d, transpose_out=transpose_out),
-        key=lambda c: grouped_time_us(c, m, n, k, num_groups, *how),
+        candidates,
+        key=lambda c: predicted_grouped_us(c, m, n, k, num_groups, *how),
     )
+
+
+def predicted_grouped_us(
+    c: TileConfig,
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int,
+    is_1d1d: bool,
+    transpose_out: bool,
+    out_bytes: int,
+    num_sms: int,
+) -> float:
+    """Returns the predicted time of a grouped product."""
+    if is_1d1d or transpose_out:
+        return grouped_time_us(c, m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
+    return grouped_rows_time_us(c, m, n, k, num_groups, out_bytes, num_sms)

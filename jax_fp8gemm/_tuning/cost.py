@@ -1,4 +1,4 @@
-"""Predicts the time of a weight gradient or of a grouped product with a TileConfig:
+"""Predicts the time of a weight gradient with a TileConfig:
 
     time = waves * (num_k_blocks * k_block + epilogue) or bytes / bandwidth, and the launch
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 
 from jax_fp8gemm._tuning.tile import TileConfig
-from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION
 
 _SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
@@ -62,20 +61,12 @@ def grouped_time_us(
     is_1d1d: bool,
     out_bytes: int,
     num_sms: int,
-    grouping: int,
 ) -> float:
-    """Returns the predicted time of a grouped launch, as if all groups were about as large."""
-    num_n = math.ceil(n / c.block_n)
-    if grouping == GROUPED_CONTRACTION:
-        tiles = num_groups * math.ceil(m / c.block_m) * num_n
-        num_k_blocks = k / num_groups / _SCALE_BLOCK
-        dram_bytes = (m + n) * k + num_groups * m * n * out_bytes
-    else:
-        # On average half of the last tile of a group is empty.
-        tiles = max(num_groups, m / c.block_m + num_groups / 2) * num_n
-        num_k_blocks = math.ceil(k / _SCALE_BLOCK)
-        dram_bytes = (m + num_groups * n) * k + m * n * out_bytes
+    """Returns the predicted time of weight gradients of groups, as if all were about as large."""
+    tiles = num_groups * math.ceil(m / c.block_m) * math.ceil(n / c.block_n)
+    num_k_blocks = k / num_groups / _SCALE_BLOCK
     tile_clocks = _tile_clocks(c, num_k_blocks, is_1d1d, out_bytes)
+    dram_bytes = (m + n) * k + num_groups * m * n * out_bytes
     return _launch_us(max(1, tiles / num_sms + 0.5), tile_clocks, dram_bytes)
 
 

@@ -5,8 +5,8 @@
 A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
 loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of
 many configs on 102 shapes drawn at random, on an H200, and some of them to 170 other shapes
-(docs/experiments/gemm-choice.md). The purpose is to rank configs. Weight gradients and grouped
-products have cost.py.
+(docs/experiments/gemm-choice.md). The purpose is to rank configs. Products of
+groups of rows have grouped_cost.py, weight gradients cost.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 
 from jax_fp8gemm._tuning.tile import TileConfig
 
-_SCALE_BLOCK = 128
+SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.71  # launch, first loads, drain
 _CLUSTER_LAUNCH_US = 0.8  # clusters begin and end together
@@ -61,8 +61,8 @@ def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms
     if c.cluster_m * c.cluster_n > 2:
         num_sms = min(num_sms, _SMS_OF_FOURS)
     busy = min(num_m * num_n, num_sms)
-    k_blocks = math.ceil(k / _SCALE_BLOCK) * _k_block_clocks(c, m, k, busy)
-    clocks = k_blocks + _TILE_CLOCKS + _store_clocks(c, m, out_bytes)
+    k_blocks = math.ceil(k / SCALE_BLOCK) * k_block_clocks(c, m, k, busy)
+    clocks = k_blocks + _TILE_CLOCKS + store_clocks(c, m, out_bytes)
     rounds = _rounds(c, m, num_m, num_n, num_sms)
     computing = rounds * clocks / _CLOCK_MHZ
     moving = ((m + n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
@@ -79,7 +79,7 @@ def _rounds(c: TileConfig, m: int, num_m: int, num_n: int, num_sms: int) -> floa
     return rounds + _SHORT_TILE * math.ceil(left / num_sms)
 
 
-def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
+def k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     """Returns the clocks of a k-block of one tile, while `busy` multiprocessors have one."""
     efficiency = _EFFICIENCY[c.num_consumers, c.num_accums]
     if c.num_consumers == 2 and c.num_accums == 1 and c.sub_n == c.block_n:
@@ -88,7 +88,7 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     multiplying = c.block_m * c.block_n / 32 / efficiency
     split = 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
-    num_bytes = rows * _SCALE_BLOCK * split
+    num_bytes = rows * SCALE_BLOCK * split
     loading = num_bytes * busy / _L2_BYTES_PER_CLOCK_OF_ALL
     growth = _SPLIT_LATENCY * (split - 1) if c.num_consumers > 1 else 0.0
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
@@ -96,7 +96,7 @@ def _k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
 
 
-def _store_clocks(c: TileConfig, m: int, out_bytes: int) -> float:
+def store_clocks(c: TileConfig, m: int, out_bytes: int) -> float:
     """Returns the clocks that a consumer takes to store its part of a tile."""
     is_whole = c.block_n % 32 != 0  # see SlabColumns
     if c.num_slabs == 0 or (is_whole and out_bytes > 2):

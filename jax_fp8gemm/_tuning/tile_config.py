@@ -60,9 +60,9 @@ CONFIGS: tuple[TileConfig, ...] = (
     TILE_192X128,
 )
 CONFIGS_1D1D: tuple[TileConfig, ...] = (TILE_128X64, TILE_256X96)
-# For dense 1d2d products alone: widths that fill the last round of more shapes, clusters that read
-# rhs, or lhs, from the L2 once for two or four CTAs, and slabs. With about 40 rows or more, a tile
-# is stored faster by TMA than from registers.
+# For 1d2d products: widths that fill the last round of more shapes, clusters that read rhs, or lhs,
+# from the L2 once for two or four CTAs, and slabs. With about 40 rows or more, a tile is stored
+# faster by TMA than from registers.
 TILE_64X48 = TileConfig(
     block_m=64, block_n=48, sub_n=48, num_consumers=1, num_accums=4, num_stages=15, num_slabs=0
 )
@@ -149,13 +149,21 @@ CLUSTER_CONFIGS = (
 # The attribute `grouping`: what the groups of a product cut.
 GROUPED_ROWS, GROUPED_CONTRACTION = 1, 2
 
-# Grouped kernels have no clusters.
+# Grouped kernels have no clusters, and a table of groups in shared memory.
 GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
     GROUPED_ROWS: (
+        TILE_64X32,
         TILE_64X64_GROUPED,
+        dataclasses.replace(TILE_64X80, num_stages=11),
+        dataclasses.replace(TILE_64X96, num_stages=10),
+        dataclasses.replace(TILE_64X112, num_stages=8),
         TILE_64X128,
+        TILE_64X160,
         TILE_128X64,
+        dataclasses.replace(TILE_128X96, num_slabs=1),
         TILE_128X128_SUB64,
+        TILE_128X144,
+        TILE_128X192,
         TILE_128X256,
         TILE_192X128,
     ),

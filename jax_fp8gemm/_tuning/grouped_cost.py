@@ -1,0 +1,85 @@
+"""Predicts the time of a product of groups of rows with a TileConfig:
+
+    time = rounds * tile or bytes / bandwidth, and the launch
+
+The sizes of groups are not known when a config is chosen. So tiles are counted for groups of
+several sizes around the mean. The clocks of a k-block are those of a dense product
+(_tuning/dense_cost.py). The constants here were fitted to the times of many configs on 80 shapes
+drawn at random, on an H200 (docs/experiments/grouped-choice.md). The purpose is to rank configs.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax_fp8gemm._tuning.dense_cost import SCALE_BLOCK, k_block_clocks, store_clocks
+from jax_fp8gemm._tuning.tile import TileConfig
+
+_CLOCK_MHZ = 1700  # under load, below its power limit
+_LAUNCH_US = 2.7  # launch, first loads, drain
+_ROUND_US = 0.175  # between two tiles of a multiprocessor
+# More than the memory moves: where tiles take about as long as the bytes, they decide.
+_DRAM_BYTES_PER_US = 6.1e6
+_NOT_HIDDEN = 0.16  # of two things that overlap, the part of the shorter that adds to the longer
+_SIZES = (0.4, 0.7, 1.0, 1.3, 1.6)  # of groups, relative to their mean
+_FEW_ROWS = 32
+_PART_ROWS = 32  # of the rows of a group's last tile, as many are loaded at a time
+
+# Cost of a tile whose rows end within its first consumer warpgroup, relative to a whole tile.
+_SHORT_TILE = 0.77
+# Of a group's last tile whose operands are exchanged (gemm/exchanged_tile.cuh).
+_MOST_EXCHANGED_ROWS = 96
+_EXCHANGED_K_BLOCK_CLOCKS = 1230
+_EXCHANGED_STORE_BYTES_PER_CLOCK = 5.5
+
+
+def grouped_rows_time_us(
+    c: TileConfig, m: int, n: int, k: int, num_groups: int, out_bytes: int, num_sms: int
+) -> float:
+    """Returns the predicted time of one launch.
+
+    m: rows of all groups. n, k: of one group. out_bytes: moved for each element of the result.
+    """
+    num_k_blocks = math.ceil(k / SCALE_BLOCK)
+    num_n = num_groups * math.ceil(n / c.block_n)
+    num_m, clocks = 0.0, 0.0  # tiles of a group along m, and the clocks of all of them: means
+    for size in _SIZES:
+        rows = max(1.0, size * m / num_groups)
+        whole = math.ceil(rows / c.block_m) - 1
+        busy = min(num_sms, (whole + 1) * num_n)
+        num_m += (whole + 1) / len(_SIZES)
+        clocks += _last_tile_clocks(c, rows - whole * c.block_m, k, busy, out_bytes) / len(_SIZES)
+        if whole > 0:
+            k_blocks = num_k_blocks * k_block_clocks(c, c.block_m, k, busy)
+            tile_clocks = k_blocks + store_clocks(c, c.block_m, out_bytes)
+            clocks += whole * tile_clocks / len(_SIZES)
+    rounds = math.ceil(num_m * num_n / num_sms)
+    computing = rounds * clocks / num_m / _CLOCK_MHZ
+    moving = ((m + num_groups * n) * k + m * n * out_bytes) / _DRAM_BYTES_PER_US
+    both = max(computing, moving) + _NOT_HIDDEN * min(computing, moving)
+    return both + rounds * _ROUND_US + _LAUNCH_US
+
+
+def _last_tile_clocks(c: TileConfig, rows: float, k: int, busy: int, out_bytes: int) -> float:
+    """Returns the clocks of the last tile of a group, which has so many rows."""
+    num_k_blocks = math.ceil(k / SCALE_BLOCK)
+    if _exchanges(c) and rows <= _MOST_EXCHANGED_ROWS:
+        num_bytes = rows * c.block_n * out_bytes
+        store = num_bytes / _EXCHANGED_STORE_BYTES_PER_CLOCK
+        return num_k_blocks * _EXCHANGED_K_BLOCK_CLOCKS + store
+    loaded = min(c.block_m, math.ceil(rows / _PART_ROWS) * _PART_ROWS)
+    clocks = num_k_blocks * k_block_clocks(c, loaded, k, busy)
+    return clocks * (_SHORT_TILE if c.num_consumers > 1 and rows <= 64 else 1.0)
+
+
+def is_for_rows(c: TileConfig, rows: float) -> bool:
+    """Returns whether groups of so many rows on average may get the config.
+
+    Other tiles of more than 64 rows were not timed for few rows.
+    """
+    return rows > _FEW_ROWS or c.block_m == 64 or _exchanges(c)
+
+
+def _exchanges(c: TileConfig) -> bool:
+    """Returns Tile::kExchanges of the kernel."""
+    return (c.block_m, c.block_n, c.num_consumers, c.num_accums) == (128, 256, 2, 1)
