@@ -134,7 +134,8 @@ def _choose_grouped(
     how = is_1d1d, transpose_out, out_bytes, num_sms
     candidates = configs(grouping, is_1d1d=is_1d1d, transpose_out=transpose_out)
     if grouping == GROUPED_ROWS:
-        candidates = [c for c in candidates if is_for_rows(c, m / num_groups)]
+        of_groups = m / num_groups, n, num_groups, num_sms
+        candidates = [c for c in candidates if is_for_rows(c, *of_groups)]
     return min(
         candidates,
         key=lambda c: predicted_grouped_us(c, m, n, k, num_groups, *how),

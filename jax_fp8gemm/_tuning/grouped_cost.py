@@ -14,6 +14,7 @@ import math
 
 from jax_fp8gemm._tuning.dense_cost import SCALE_BLOCK, k_block_clocks, store_clocks
 from jax_fp8gemm._tuning.tile import TileConfig
+from jax_fp8gemm._tuning.tile_config import TILE_64X128, TILE_128X256
 
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.7  # launch, first loads, drain
@@ -23,6 +24,7 @@ _DRAM_BYTES_PER_US = 6.1e6
 _NOT_HIDDEN = 0.16  # of two things that overlap, the part of the shorter that adds to the longer
 _SIZES = (0.4, 0.7, 1.0, 1.3, 1.6)  # of groups, relative to their mean
 _FEW_ROWS = 32
+_MANY_TILES, _MOST_TILES = 6, 30  # of 64x128 for each multiprocessor
 _PART_ROWS = 32  # of the rows of a group's last tile, as many are loaded at a time
 
 # Cost of a tile whose rows end within its first consumer warpgroup, relative to a whole tile.
@@ -72,12 +74,19 @@ def _last_tile_clocks(c: TileConfig, rows: float, k: int, busy: int, out_bytes: 
     return clocks * (_SHORT_TILE if c.num_consumers > 1 and rows <= 64 else 1.0)
 
 
-def is_for_rows(c: TileConfig, rows: float) -> bool:
+def is_for_rows(c: TileConfig, rows: float, n: int, num_groups: int, num_sms: int) -> bool:
     """Returns whether groups of so many rows on average may get the config.
 
-    Other tiles of more than 64 rows were not timed for few rows.
+    Few rows: other tiles of more than 64 rows were not timed. With many tiles for each
+    multiprocessor the memory decides, and configs differ by 3 %, but 128x256 loses least where
+    most groups are empty and some are not.
     """
-    return rows > _FEW_ROWS or c.block_m == 64 or _exchanges(c)
+    if rows > _FEW_ROWS:
+        return True
+    tiles = num_groups * math.ceil(n / TILE_64X128.block_n) / num_sms
+    if tiles > _MANY_TILES:
+        return c == (TILE_128X256 if tiles > _MOST_TILES else TILE_64X128)
+    return c.block_m == 64 or _exchanges(c)
 
 
 def _exchanges(c: TileConfig) -> bool:
