@@ -155,7 +155,8 @@ def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
     config = choose.choose(m, n, k, g, **spec, num_sms=hopper.NUM_SMS)
     how = spec["is_1d1d"], spec["transpose_out"], _out_bytes(spec), hopper.NUM_SMS
     time_us = choose.predicted_grouped_us(config, m, n, k, g, *how)
-    if not (spec["is_1d1d"] or spec["transpose_out"]):  # that one ranks configs, and has less
+    if not (spec["is_1d1d"] or spec["transpose_out"]):
+        # The prediction ranks configs. It counts the bytes of groups of rows too low.
         time_us = max(time_us, cost.copy_time_us((m + g * n) * k + m * n * _out_bytes(spec)))
     return _text(config), flop, time_us
 

@@ -77,9 +77,9 @@ def _last_tile_clocks(c: TileConfig, rows: float, k: int, busy: int, out_bytes: 
 def is_for_rows(c: TileConfig, rows: float, n: int, num_groups: int, num_sms: int) -> bool:
     """Returns whether groups of so many rows on average may get the config.
 
-    Few rows: other tiles of more than 64 rows were not timed. With many tiles for each
-    multiprocessor the memory decides, and configs differ by 3 %, but 128x256 loses least where
-    most groups are empty and some are not.
+    For few rows, other tiles of more than 64 rows were not timed. With many tiles for each
+    multiprocessor the memory decides, and configs differ by 3 %. But where most groups are empty
+    and some are large, 128x256 loses least.
     """
     if rows > _FEW_ROWS:
         return True

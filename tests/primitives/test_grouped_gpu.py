@@ -118,6 +118,7 @@ def test_every_config_of_rows_gives_the_same_bits(config, out_dtype):
         rows = slice(first, min(m, first + max(0, size)))
         first = rows.stop
         assert_same(out[rows], multiply(lhs, weights)[rows], f"group {i}")
+    assert not np.any(np.asarray(bits(out[first:])))
 
 
 @pytest.mark.parametrize("rest", [0, 1])
