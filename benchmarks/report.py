@@ -68,6 +68,8 @@ class Row:
             if (value := getattr(ours, field)) is not None:
                 content[field] = round(value, 4)
                 content[f"peers_{field}"] = of_peers
+        if len(ours.kernels) > 1 and not ours.other_us:  # all of them count
+            content["kernels"] = {name: round(us, 2) for name, us in ours.kernels.items()}
         return content | dict(self.extra)
 
 

@@ -188,3 +188,26 @@ def draw_shapes_of_classes(num: int, seed: int, most: float = 1e12) -> list[Shap
         if shape.m * n * k <= most:
             shapes.append(shape)
     return shapes
+
+
+def draw_groups_of_classes(num: int, seed: int, most: float = 2e11) -> list[GroupedShape]:
+    """`num` shapes of groups of rows, as many of each class of mean rows of a group.
+
+    At most `most` multiplications each, and weights of 1 GB. One of four has sizes by Zipf's law.
+    n and k are drawn as in draw_shapes_of_classes.
+    """
+    chance = random.Random(f"{_SEED} groups {seed}")
+    classes = ((1, 8), (9, 32), (33, 64), (65, 160), (161, 640), (641, 8192))
+
+    def extent(low: int, high: int, multiple: int) -> int:
+        value = math.exp(chance.uniform(math.log(low), math.log(high)))
+        return max(multiple, round(value / multiple) * multiple)
+
+    shapes: list[GroupedShape] = []
+    while len(shapes) < num:
+        n, k = (extent(512, 16384, chance.choice((16, 16, 32, 64, 128))) for _ in range(2))
+        groups, rows = extent(1, 256, 1), extent(*classes[len(shapes) % len(classes)], 1)
+        sizes = "zipf" if chance.random() < 0.25 else ""
+        if groups * n * k <= 1e9 and groups * rows * n * k <= most:
+            shapes.append(grouped_shape(groups, rows, n, k, sizes=sizes))
+    return shapes

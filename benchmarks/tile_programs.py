@@ -1,6 +1,7 @@
 """Kernels, programs and operands of a dense 1d2d product with given tile configs."""
 
 import concurrent.futures
+import functools
 import math
 import multiprocessing
 from collections.abc import Sequence
@@ -24,16 +25,17 @@ _DRAWN = (1 << 22) + 1
 _MOST_VALUES = 1 << 28  # of an operand
 
 
-def compile_kernels(configs: Sequence[TileConfig], jobs: int) -> list[str]:
+def compile_kernels(configs: Sequence[TileConfig], kernel: Kernel, jobs: int) -> list[str]:
     """Compiles the kernels in processes. Returns what is wrong with some of them."""
     spawn = multiprocessing.get_context("spawn")
+    compile_one = functools.partial(_compile_kernel, kernel)
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        return [reason for reason in pool.map(_compile_kernel, configs) if reason]
+        return [reason for reason in pool.map(compile_one, configs) if reason]
 
 
-def _compile_kernel(config: TileConfig) -> str:
+def _compile_kernel(kernel: Kernel, config: TileConfig) -> str:
     try:
-        report = precompile.compile_gemm(config.attributes(**KERNEL))
+        report = precompile.compile_gemm(config.attributes(**kernel))
     except (ValueError, RuntimeError) as error:
         return f"{tile_text(config)}: {error}"
     return f"{report.name}: spills" if report.spill_bytes or report.warnings else ""

@@ -1,8 +1,9 @@
-"""`python -m benchmarks tile-times`: many tile configs on many shapes, for the cost model.
+"""`python -m benchmarks tile-times`: many tile configs on many shapes, for the cost models.
 
-A row has the time of each config on one shape, in microseconds: the median over rounds, each in an
-order of its own, of one call with a flush of the L2 before it. All kernels are compiled first. The
-programs of the next shapes are compiled by threads while one shape is timed.
+They are of dense products, or with `--family ragged` of groups of rows. A row has the time of each
+config on one shape, in microseconds: the median over rounds, each in an order of its own, of one
+call with a flush of the L2 before it. All kernels are compiled first. The programs of the next
+shapes are compiled by threads while one shape is timed.
 """
 
 import argparse
@@ -20,19 +21,31 @@ import jax
 import numpy as np
 
 from benchmarks.case import GEMM_KERNEL, tile_text
+from benchmarks.grouped_tile_programs import KERNEL as GROUPED_KERNEL
+from benchmarks.grouped_tile_programs import (
+    grouped_operands_of,
+    grouped_programs_of,
+    groups_labels,
+)
 from benchmarks.peers.dense import peer_calls
-from benchmarks.problem import Shape
+from benchmarks.problem import GroupedShape, Shape
 from benchmarks.provenance import source_commit, versions
 from benchmarks.report import write_json
-from benchmarks.shapes import draw_shapes_of_classes, row_shapes
-from benchmarks.tile_candidates import all_candidates
-from benchmarks.tile_programs import compile_kernels, draw_values, operands_of, programs_of
+from benchmarks.shapes import draw_groups_of_classes, draw_shapes_of_classes, row_shapes
+from benchmarks.tile_candidates import all_candidates, all_grouped_candidates
+from benchmarks.tile_programs import (
+    KERNEL,
+    compile_kernels,
+    draw_values,
+    operands_of,
+    programs_of,
+)
 from benchmarks.timing.cupti import cupti, stop_recording
 from benchmarks.timing.queues import JaxQueue
 from benchmarks.timing.timer import Call, sample_flushed, warm_up
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning.tile import TileConfig
-from jax_fp8gemm._tuning.tile_config import CONFIGS
+from jax_fp8gemm._tuning.tile_config import GROUPED_ROWS, configs
 
 _FLUSH_BYTES = 1 << 28  # several times the L2
 _MOST_COMPARED = 1 << 21  # elements of a result
@@ -44,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tile-times", description=__doc__)
     add = parser.add_argument
     add("--out", required=True, metavar="FILE", help="JSON file to write")
+    add("--family", choices=("dense", "ragged"), default="dense")
     add("--random", type=int, default=80, metavar="N", help="how many shapes to draw")
     add("--seed", type=int, default=1, help="of the shapes and of the orders")
     add(
@@ -51,10 +65,10 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="rows of `bench dense --rows random`",
+        help="rows of `bench FAMILY --rows random`",
     )
-    add("--peers", help="comma-separated names of peers to time in the same rounds")
-    add("--listed", action="store_true", help="also the rows of `bench dense`, last")
+    add("--peers", help="comma-separated names of peers of `dense` to time in the same rounds")
+    add("--rows", nargs="*", default=(), metavar="SET", help="also these rows of `bench`, last")
     add("--seconds", type=float, default=60, help="how long the shapes may take")
     add("--rounds", type=int, default=4)
     add(
@@ -67,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     start = time.perf_counter()
-    failed = compile_kernels(all_candidates(), arguments.jobs)
+    is_grouped = arguments.family == "ragged"
+    of_all = (all_grouped_candidates, GROUPED_KERNEL) if is_grouped else (all_candidates, KERNEL)
+    failed = compile_kernels(of_all[0](), of_all[1], arguments.jobs)
     print(f"tile-times: kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n")
     if arguments.compile_only:
         return 1 if failed else 0
@@ -75,10 +91,11 @@ def main(argv: Sequence[str]) -> int:
     if reason is not None:
         print(f"tile-times: must run where our kernels do; got: {reason}")
         return 1
-    shapes = draw_shapes_of_classes(arguments.random, arguments.seed)
-    shapes += row_shapes("dense", "random", num_random=arguments.suite_random)
-    if arguments.listed:
-        shapes = [*shapes, *row_shapes("dense")]
+    draw = draw_groups_of_classes if is_grouped else draw_shapes_of_classes
+    shapes: list[Shape] = [*draw(arguments.random, arguments.seed)]
+    shapes += row_shapes(arguments.family, "random", num_random=arguments.suite_random)
+    for rows_of in arguments.rows:
+        shapes += row_shapes(arguments.family, rows_of)
     rows: list[dict[str, Any]] = []
     head = _head(arguments)
     try:
@@ -97,23 +114,41 @@ def time_shapes(shapes: Sequence[Shape], how: argparse.Namespace) -> Iterator[di
     pools, order = draw_values(), random.Random(how.seed)
     queue = JaxQueue(_FLUSH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(how.jobs) as threads:
-        ahead = [programs_of(shape, threads) for shape in shapes[:_AHEAD]]
+        ahead = [_programs_of(shape, threads) for shape in shapes[:_AHEAD]]
         for i, shape in enumerate(shapes):
             if time.perf_counter() > end:
                 return
             if i + _AHEAD < len(shapes):
-                ahead.append(programs_of(shapes[i + _AHEAD], threads))
+                ahead.append(_programs_of(shapes[i + _AHEAD], threads))
             programs = {c: future.result() for c, future in ahead[i].items()}
             ahead[i] = {}
-            operands = operands_of(shape, pools)
+            operands = _operands_of(shape, pools)
             peers = _peers(shape, how.peers.split(",") if how.peers else ())
             us, peers_us = time_programs(programs, operands, peers, queue, how.rounds, order)
-            row = {"m": shape.m, "n": shape.n, "k": shape.k, "us": us}
+            row = {**_labels(shape), "us": us}
             row |= {"peers": peers_us} if peers_us else {}
-            if shape.m * (shape.n or 0) <= _MOST_COMPARED:
+            if operands[0].shape[0] * (shape.n or 0) <= _MOST_COMPARED:
                 wrong = [tile_text(c) for c in differing(programs, operands)]
                 row |= {"wrong": wrong} if wrong else {}
             yield row
+
+
+def _programs_of(shape: Shape, threads: concurrent.futures.Executor) -> dict[TileConfig, Any]:
+    if isinstance(shape, GroupedShape):
+        return grouped_programs_of(shape, threads)
+    return programs_of(shape, threads)
+
+
+def _operands_of(shape: Shape, pools: tuple[np.ndarray, np.ndarray]) -> list[jax.Array]:
+    if isinstance(shape, GroupedShape):
+        return grouped_operands_of(shape, pools)
+    return operands_of(shape, pools)
+
+
+def _labels(shape: Shape) -> dict[str, Any]:
+    if isinstance(shape, GroupedShape):
+        return groups_labels(shape)
+    return {"m": shape.m, "n": shape.n, "k": shape.k}
 
 
 def _peers(shape: Shape, names: Sequence[str]) -> dict[str, Call]:
@@ -164,7 +199,8 @@ def time_programs(
 def differing(programs: Programs, operands: Sequence[jax.Array]) -> list[TileConfig]:
     """The configs whose bits are not those of the first config that a call can choose."""
     bits = {c: np.asarray(run(*operands)).view(np.uint16) for c, run in programs.items()}
-    expected = next(bits[c] for c in bits if c in CONFIGS)
+    listed = {*configs(is_1d1d=False), *configs(GROUPED_ROWS, is_1d1d=False)}
+    expected = next(bits[c] for c in bits if c in listed)
     return [c for c, found in bits.items() if not np.array_equal(found, expected)]
 
 

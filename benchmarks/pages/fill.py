@@ -10,6 +10,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
+from benchmarks.pages.kernels import kernels_table
 from benchmarks.pages.layers import energy_table, steps_table
 from benchmarks.pages.machines import machines_section
 from benchmarks.pages.readme import means_text, readme_table
@@ -26,6 +27,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
     "means": means_text,
     "steps": steps_table,
     "energy": energy_table,
+    "kernels": kernels_table,
     "machines": machines_section,
 }
 

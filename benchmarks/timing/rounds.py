@@ -36,6 +36,7 @@ class Timing:
     timer: "cupti", "host", or "wall": the host's clock over all devices.
     span_us: of a chain of calls, with the gaps between kernels.
     sm_mhz, joules: SM clock while it ran and the energy of one call, where they were measured.
+    kernels: of each kernel in a call of a chain, by name: the median of the rounds.
     """
 
     us: float
@@ -45,6 +46,7 @@ class Timing:
     span_us: float | None = None
     sm_mhz: int | None = None
     joules: float | None = None
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def all_us(self) -> float:
@@ -105,6 +107,10 @@ def _timing(samples: list[Samples]) -> Timing:
         span_us=middle("span_us"),
         sm_mhz=None if mhz is None else round(mhz),
         joules=middle("joules"),
+        kernels={
+            name: statistics.median(s.kernels.get(name, 0.0) for s in samples)
+            for name in dict.fromkeys(name for s in samples for name in s.kernels)
+        },
     )
 
 

@@ -1,5 +1,6 @@
 """Samples of one call: device time by CUPTI, or the host's clock where CUPTI cannot be had."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -47,6 +48,7 @@ class Samples:
     other_us: the call's other kernels and copies.
     span_us: from the first kernel's start to the last one's end, over the calls: with the gaps.
     joules: of one call, where it was measured.
+    kernels: microseconds of each kernel in one call, by its name, where calls ran back to back.
     """
 
     us: Sequence[float]
@@ -55,6 +57,7 @@ class Samples:
     span_us: float | None = None
     sm_mhz: int | None = None
     joules: float | None = None
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 # Measures a call a few times. The number is of calls, where the sampler does not choose it.
@@ -80,14 +83,17 @@ def sample_flushed(call: Call, num_calls: int, flush: Flush = "write") -> Sample
 
 
 def sample_chain(call: Call, num_calls: int) -> Samples:
-    """`num_calls` calls back to back, without a flush; says their span too."""
+    """`num_calls` calls back to back, without a flush; says their span and their kernels too."""
     try:
         activities = _record([lambda: call.queue.launch(call.run)] * num_calls, call.queue)
     except CuptiError as error:
         return _host_samples(call, num_calls, error)
     span = max(a.end_ns for a in activities) - min(a.start_ns for a in activities)
     counted, other = split(activities, num_calls, 0, call.kernel)
-    return Samples(counted, other, span_us=span / num_calls / 1e3)
+    kernels: dict[str, float] = collections.defaultdict(float)
+    for activity in activities:
+        kernels[activity.name] += activity.us / num_calls
+    return Samples(counted, other, span_us=span / num_calls / 1e3, kernels=kernels)
 
 
 def sample_sustained(call: Call, num_calls: int, seconds: float = 0.7) -> Samples:

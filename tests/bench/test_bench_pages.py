@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 import benchmarks
-from benchmarks.pages import fill, layers, readme, results, tables
+from benchmarks.pages import fill, kernels, layers, readme, results, tables
 from benchmarks.provenance import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -89,6 +89,17 @@ def test_steps_are_judged_with_their_gaps(folder):
     rate = "4096000 | 400 | 20% | 40% | 2.0 | 1.00"
     assert ours == f"| block | this package | 1.00 | 2.00 | {rate} |"
     assert bf16 == "| block | xla_bf16 | 3.00 | 4.00 | 2048000 | 200 | 10% | 20% | 3.0 | 2.00 |"
+
+
+def test_kernels_are_sorted_by_what_they_are_for(folder):
+    assert kernels.kernels_table() == "No kernels in the files yet."
+    us = {"fp8_gemm_grouped_1d2d_128x256_bf16": 50.0, "fp8_gemm_grouped_k_1d1d_256x96_bf16": 20.0}
+    us |= {"fp8_gemm_1d2d_transposed_128x256_f32": 5.0, "swiglu_quantize_row_bf16_e4m3": 8.0}
+    us |= {"gather_quantize_row_bf16_e4m3": 3.0, "quantize_padded_column_bf16_e4m3": 4.0}
+    us |= {"copy_rows_by_16": 1.0, "sum_rows_bf16_by_16": 1.0, "loop_add_fusion": 6.0}
+    write(folder, "moe", [dict(name="layer", us=98.0, span_us=110.0, kernels=us)])
+    cells = "25 (26%) | 50 (51%) | 8 (8%) | 7 (7%) | 2 (2%) | - | 6 (6%) | 98 | 110 | 12"
+    assert kernels.kernels_table().splitlines()[-1] == f"| moe | layer | {cells} |"
 
 
 def test_energy_is_of_a_call(folder):

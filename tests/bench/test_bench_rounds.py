@@ -45,6 +45,13 @@ def test_the_time_is_the_median_of_all_samples_and_the_spread_that_of_rounds():
     assert isinstance(timing, Timing) and timing.all_us == 13.0
 
 
+def test_the_time_of_each_kernel_is_the_median_of_rounds():
+    rounds = iter([{"a": 3.0, "b": 1.0}, {"a": 5.0}, {"a": 4.0, "b": 2.0}])
+    sampler = lambda call, num_calls: Samples([9.0], kernels=next(rounds))
+    timing = measure_rounds({"": call()}, Rounds(3, 1, sampler=sampler))[""]
+    assert isinstance(timing, Timing) and timing.kernels == {"a": 4.0, "b": 1.0}
+
+
 def test_a_call_that_fails_leaves_the_others():
     runs = []
 
@@ -105,6 +112,7 @@ def test_samples_leave_the_flush_out(fake_record, flush):
 def test_chains_have_a_span_with_the_gaps(fake_record):
     samples = timer.sample_chain(call(), 3)
     assert samples.us == [5.0] * 3 and samples.span_us == pytest.approx(17 / 3)
+    assert samples.kernels == {"kernel": pytest.approx(5.0)}
     sustained = timer.sample_sustained(call(), 0, seconds=1e-4)
     assert sustained.us == [5.0] and len(sustained.other_us) == 1
 
