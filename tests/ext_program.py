@@ -12,7 +12,7 @@ from jax_fp8gemm._runtime import environment, extension
 
 # A small kernel, for tests of what is around it: 1x128 blocks of a bf16 array.
 QUANTIZE_CONFIG = dict(
-    mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, source=0,
+    mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, paired=0, source=0,
     activation=0, limit=0, alpha=0, up_offset=0,
 )  # fmt: skip
 

@@ -75,12 +75,13 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
   const auto is_in = [](int32_t value, int32_t last) { return 0 <= value && value <= last; };
   if (!is_in(config.mode, kRowBlockTransposed) || !is_in(config.input, last_input) ||
       !is_in(config.source, kWeightedSwigluGrad) || !is_in(config.e5m2, 1) ||
-      !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1) || !is_in(config.padded, 1)) {
+      !is_in(config.pow2_scale, 1) || !is_in(config.ragged, 1) || !is_in(config.padded, 1) ||
+      !is_in(config.paired, 1)) {
     return InvalidArgument(op, ": mode must be 0..6, input 0..", last_input,
                            " and source 0..5, flags 0 or 1; got mode ", config.mode, ", input ",
                            config.input, ", source ", config.source, ", e5m2 ", config.e5m2,
                            ", pow2_scale ", config.pow2_scale, ", ragged ", config.ragged,
-                           ", padded ", config.padded);
+                           ", padded ", config.padded, ", paired ", config.paired);
   }
   const bool has_ragged_rows = config.mode == kRow && IsSwiglu(config);
   if (config.ragged != 0 && !HasRaggedColumns(config.mode) && !has_ragged_rows) {
@@ -92,6 +93,10 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
   if (config.padded != 0 && (config.source != kPlain || config.ragged != 0)) {
     return InvalidArgument(op, ": padded must go with source 0 and without ragged; got source ",
                            config.source, ", ragged ", config.ragged);
+  }
+  if (config.paired != 0 && (!IsSwigluGrad(config) || config.input != 0)) {
+    return InvalidArgument(op, ": paired must go with source 2 or 5 and input 0; got source ",
+                           config.source, ", input ", config.input);
   }
   if (config.source == kWeightedSwigluGrad && config.ragged == 0) {
     return InvalidArgument(op, ": ragged must be 1; got 0, mode ", kModes[config.mode]);
@@ -105,8 +110,9 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
 
 std::string KernelName(const QuantizeConfig& config) {
   return StrCat(QuantizeOp(config), "_", ActivationName(ActivationOf(config)),
-                config.ragged ? "ragged_" : "", config.padded ? "padded_" : "", kModes[config.mode],
-                "_", ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
+                config.ragged ? "ragged_" : "", config.padded ? "padded_" : "",
+                config.paired ? "paired_" : "", kModes[config.mode], "_",
+                ShortType(kQuantizeInputs[config.input]), config.e5m2 ? "_e5m2" : "_e4m3",
                 config.pow2_scale ? "_pow2" : "");
 }
 
@@ -133,6 +139,7 @@ KernelSource MakeKernelSource(const QuantizeConfig& config) {
                        ";\n  static constexpr bool kPow2Scale = ", config.pow2_scale != 0,
                        ";\n  static constexpr bool kIsRagged = ", config.ragged != 0,
                        ";\n  static constexpr bool kIsPadded = ", config.padded != 0,
+                       ";\n  static constexpr bool kIsPaired = ", config.paired != 0,
                        ";\n  static constexpr int kSource = ", config.source, ";\n",
                        ActivationMembers(ActivationOf(config)),
                        "};\n#include \"quantize/quantize.cuh\"\n")};

@@ -20,6 +20,7 @@ struct QuantizeConfig {
   int32_t pow2_scale;  // scales are rounded up to powers of two
   int32_t ragged;      // the call has groups, each of which starts at a block of columns
   int32_t padded;      // rows of values end with zeros, at a multiple of 128 values
+  int32_t paired;      // a CTA of the gradient of SwiGLU takes tiles of dgate and of dup
   int32_t source;      // what is quantised: a QuantizeSource
   int32_t activation;  // of SwiGLU and its gradient: an ActivationKind
   // Of kClampedSwiglu: the constants of swiglu.cuh, as bits of f32. Otherwise 0.
@@ -30,8 +31,9 @@ template <>
 struct ConfigFields<QuantizeConfig>
     : FieldsOf<QuantizeConfig, &QuantizeConfig::activation, &QuantizeConfig::alpha,
                &QuantizeConfig::e5m2, &QuantizeConfig::input, &QuantizeConfig::limit,
-               &QuantizeConfig::mode, &QuantizeConfig::padded, &QuantizeConfig::pow2_scale,
-               &QuantizeConfig::ragged, &QuantizeConfig::source, &QuantizeConfig::up_offset> {};
+               &QuantizeConfig::mode, &QuantizeConfig::padded, &QuantizeConfig::paired,
+               &QuantizeConfig::pow2_scale, &QuantizeConfig::ragged, &QuantizeConfig::source,
+               &QuantizeConfig::up_offset> {};
 
 enum QuantizeMode {
   kRow,

@@ -45,6 +45,10 @@ ffi::Error BindSwiglu(const QuantizeConfig& config, const ffi::AnyBuffer& gate_u
     return InvalidArgument(QuantizeOp(config), ": gate_up must be (m, 2 f); got gate_up ",
                            ShapeText(gate_up));
   }
+  if (config.paired != 0 && width % (2 * kScaleBlock) != 0) {
+    return InvalidArgument(QuantizeOp(config), ": paired must go with gate_up (m, 2 f), f a ",
+                           "multiple of 128; got gate_up ", ShapeText(gate_up));
+  }
   params.m = static_cast<int32_t>(m);
   params.k = static_cast<int32_t>(config.source == kSwiglu ? width / 2 : width);
   if (config.source == kSwiglu) return ffi::Error::Success();

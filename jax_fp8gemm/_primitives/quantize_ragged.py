@@ -174,9 +174,13 @@ def call_kernel(
     is_ragged = has_ragged_rows or mode != "row"
     layouts = [row_major if x.ndim == 2 else vector for x in arrays]
     layouts[1 : 1 + num_scales] = [column_major] * num_scales
+    m, n = arrays[0].shape
     config = quantize_config.attributes(
         mode,
         arrays[0].dtype,
+        is_paired=quantize_config.takes_pairs(
+            source, m, n // 2, arrays[0].dtype, extension.num_sms()
+        ),
         e5m2=e5m2,
         pow2_scale=pow2_scale,
         is_ragged=is_ragged,

@@ -34,6 +34,7 @@ SOURCES = (
 )
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 
+_SCALE_BLOCK = 128
 _RAGGED_MODES = ("column", "row_column")
 # Of what a weight gradient reads with 128x128 blocks: never a cotangent.
 _SQUARE_RAGGED_MODES = ("block_transposed", "row_block_transposed")
@@ -47,11 +48,13 @@ def attributes(
     pow2_scale: bool,
     is_ragged: bool = False,
     is_padded: bool = False,
+    is_paired: bool = False,
     source: str = "plain",
     activation: Activation = "silu",
 ) -> dict[str, np.int32]:
     """Returns the attribute `config` of a call with operands of `dtype`.
 
+    is_paired: whether a CTA takes tiles of dgate and of dup: `takes_pairs`.
     activation: that of the sources with "swiglu" in their names. Its constants are f32 bits.
     """
     return dict(
@@ -61,9 +64,26 @@ def attributes(
         pow2_scale=np.int32(pow2_scale),
         ragged=np.int32(is_ragged),
         padded=np.int32(is_padded),
+        paired=np.int32(is_paired),
         source=np.int32(SOURCES.index(source)),
         **activation_attributes(activation),
     )
+
+
+def takes_pairs(source: str, m: int, f: int, dtype: Any, num_sms: int) -> bool:
+    """Returns whether CTAs of a source take tiles of dgate and of dup together.
+
+    They read gate and dh once for both, and compute the activation once. Where there are fewer
+    pairs than CTAs, two of a multiprocessor, single tiles spread better.
+
+    m: the rows. f: the columns of dh.
+    """
+    if source not in ("swiglu_grad", "weighted_swiglu_grad") or jnp.dtype(dtype) != jnp.bfloat16:
+        return False
+    if not isinstance(m, int) or not isinstance(f, int):  # left open by jax.export
+        return False
+    num_pairs = -(-m // _SCALE_BLOCK) * (f // _SCALE_BLOCK)
+    return f % _SCALE_BLOCK == 0 and num_pairs >= 2 * num_sms
 
 
 def activation_attributes(activation: Activation) -> dict[str, np.int32]:
@@ -113,7 +133,10 @@ def activation_configs(
         *((source, mode, True, dtypes) for source, mode in pairs),
         *(("weighted_swiglu_grad", mode, True, dtypes) for mode in ("row", "row_column")),
     ]
-    yield from _configs(kinds, e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
+    how = dict(e5m2=e5m2, pow2_scale=pow2_scale, activation=activation)
+    yield from _configs(kinds, **how)
+    grads = [(*of_kernel, ("bfloat16",)) for *of_kernel, _ in kinds if "grad" in of_kernel[0]]
+    yield from _configs(grads, **how, is_paired=True)
 
 
 def _configs(

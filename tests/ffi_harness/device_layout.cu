@@ -4,7 +4,8 @@
 // The quantiser that quantize/quantize.cuh defines here: one that prefetches.
 struct Config {
   static constexpr int kMode = 0, kInput = 0, kSource = 1;
-  static constexpr bool kE5M2 = false, kPow2Scale = false, kIsRagged = false, kIsPadded = false;
+  static constexpr bool kE5M2 = false, kPow2Scale = false, kIsRagged = false, kIsPadded = false,
+                        kIsPaired = false;
   static constexpr int kActivation = 0;
   static constexpr unsigned kLimit = 0, kAlpha = 0, kUpOffset = 0;
 };

@@ -267,11 +267,12 @@ def _quantize_cases() -> list[Case]:
         source = quantize_config.SOURCES[config["source"]]
         dtype, ragged = _SHORT_TYPES[config["input"]], " ragged" if config["ragged"] else ""
         padded = " padded" if config["padded"] else ""
+        paired = " paired" if config["paired"] else ""
         activation = quantize_config.ACTIVATIONS[config["activation"]]
         activation = "" if activation == "silu" else f" {activation}"
-        name = f"quantize {source}{activation}{ragged}{padded} {mode} {dtype}"
+        name = f"quantize {source}{activation}{ragged}{padded}{paired} {mode} {dtype}"
         # An odd batch and extents that are no whole blocks.
-        m, k, g = (4103, 2887, 0) if padded else (4104, 2888, 32)
+        m, k, g = (4103, 2887, 0) if padded else (4104, 2816 if paired else 2888, 32)
         has_batch = mode.startswith("block") and not ragged
         batch = (3,) if has_batch and dtype == "bf16" else ()
         cases.append(_quantize(name, config, batch, m, k, g))

@@ -195,8 +195,8 @@ Case LegalQuantize(Random& random, const Config& config) {
     large = ((int64_t{1} << 30) - kLarge) / (c.Get("source") == kSwiglu ? 2 : 1);
   }
   if (!is_ragged && random.Chance(0.03)) m = 0;
-  if (IsSwigluGrad(c.Get("source"))) k = Multiple(k, 2);
-  if (m > kLarge) k = std::min<int64_t>(k, 128);
+  if (IsSwigluGrad(c.Get("source"))) k = Multiple(k, c.Get("paired") ? 256 : 2);
+  if (m > kLarge) k = std::min<int64_t>(k, 256);
   if (k > kLarge) m = std::min<int64_t>(m, 128);
   std::vector<int64_t> batch;
   const bool has_batch = !is_ragged && kBlock <= c.Get("mode") && c.Get("mode") <= kBlockBoth;

@@ -75,7 +75,9 @@ def test_quantize_is_one_custom_call(function, mode):
     ((target, config, _),) = custom_calls(cuda_text(function, struct(M, K)))
     assert target == extension.QUANTIZE_TARGET
     # input 0: bf16; source 0: x itself, without an activation and its constants.
-    expected = dict(mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0, padded=0, source=0)
+    expected = dict(
+        mode=MODE[mode], input=0, e5m2=1, pow2_scale=1, ragged=0, padded=0, source=0, paired=0
+    )
     assert config == expected | dict(activation=0, limit=0, alpha=0, up_offset=0)
 
 

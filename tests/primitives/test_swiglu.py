@@ -220,13 +220,33 @@ def test_it_is_one_custom_call_on_cuda(with_columns, is_grad):
     config = {name: int(value) for name, value in re.findall(r"(\w+) = (\d) : i32", line)}
     assert all(config.pop(name) == 0 for name in ("activation", "limit", "alpha", "up_offset"))
     mode, source = 2 if with_columns else 0, 2 if is_grad else 1
-    flags = dict(input=0, e5m2=1, pow2_scale=0, ragged=1, padded=0)
+    flags = dict(input=0, e5m2=1, pow2_scale=0, ragged=1, padded=0, paired=0)
     assert config == dict(mode=mode, source=source, **flags)
     # Values with rows major, scales with rows minor; group_sizes and first_row.
     layouts = [f"dense<[{x}]> : tensor<2xindex>" for x in ("1, 0", "0, 1") * (1 + with_columns)]
     assert f"result_layouts = [{', '.join(layouts)}]" in line
     assert line.count("tensor<2xindex>") == 1 + is_grad + len(layouts)
     assert line.count("tensor<1xindex>") == 2
+
+
+# 264 pairs of tiles: one for each CTA of 132 multiprocessors.
+@pytest.mark.parametrize(
+    "m, f, dtype, paired",
+    [
+        (33 * 128, 8 * 128, jnp.bfloat16, 1),
+        (32 * 128 + 1, 8 * 128, jnp.bfloat16, 1),
+        (32 * 128, 8 * 128, jnp.bfloat16, 0),
+        (33 * 128, 9 * 128 - 16, jnp.bfloat16, 0),
+        (33 * 128, 8 * 128, jnp.float32, 0),
+    ],
+)
+def test_large_gradients_take_tiles_in_pairs(m, f, dtype, paired):
+    function = functools.partial(
+        swiglu_grad_quantize, with_columns=False, dtype=E4M3, pow2_scale=False, implementation=None
+    )
+    operands = [jax.ShapeDtypeStruct((m, width), dtype) for width in (2 * f, f)]
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"paired = (\d) : i32", text) == [str(paired)]
 
 
 def test_the_primitives_have_no_derivative():

@@ -125,6 +125,37 @@ def test_values_are_the_nearest_to_float64(is_grad, dtype, f):
     _check(_operands(is_grad, f, dtype), EDGES)
 
 
+# So many that a CTA takes tiles of dgate and of dup in pairs, on an H100 or H200.
+PAIRED_M, PAIRED_F = 4224, 1152
+PAIRED_SIZES = (1000, 0, 1, 2051, 900)
+
+
+@formats
+def test_tiles_in_pairs_are_the_nearest_to_float64(fmt):
+    _check(_operands(True, PAIRED_F, jnp.bfloat16, PAIRED_M), PAIRED_SIZES, fmt, fmt == E5M2)
+
+
+def test_tiles_in_pairs_have_the_bits_of_single_ones():
+    """All rows at once, and 384 at a time, whose tiles are too few for pairs."""
+    operands = _operands(True, PAIRED_F, jnp.bfloat16, PAIRED_M)
+    step, ones = 384, [PAIRED_M - FIRST_ROW]
+    rows, columns = _quantize(operands, ones)
+    alone, _ = _quantize(operands, ones, with_columns=False)
+    _assert_same_rows(alone, rows, ones)
+    for first in range(FIRST_ROW, PAIRED_M, step):
+        last = min(first + step, PAIRED_M)
+        # Rows of no group before the first one, as in all other cases.
+        some = [np.concatenate([x[:FIRST_ROW], x[first:last]]) for x in operands]
+        few_rows, few_columns = _quantize(some, [last - first])
+        assert_same(few_rows.values[FIRST_ROW:], rows.values[first:last])
+        assert_same(few_rows.scale[FIRST_ROW:], rows.scale[first:last])
+        start, num_blocks = first - FIRST_ROW, -(-(last - first) // 128)
+        place = slice(start, start + 128 * num_blocks)
+        assert_same(few_columns.values[:, : 128 * num_blocks], columns.values[:, place])
+        blocks = slice(start // 128, start // 128 + num_blocks)
+        assert_same(few_columns.scale[:, :num_blocks], columns.scale[:, blocks])
+
+
 @directions
 @sizes_cases
 @pytest.mark.parametrize("f,dtype", [(200, jnp.bfloat16), (77, jnp.float32)])
@@ -238,13 +269,13 @@ def test_modes_give_the_same_bits(is_grad, dtype, f):
 
 @directions
 @sizes_cases
-@pytest.mark.parametrize("f", (384, 77))
-def test_rows_of_no_group_reach_no_column(is_grad, sizes, f):
-    operands = _operands(is_grad, f, jnp.bfloat16)
+@pytest.mark.parametrize("f,m", [(384, M), (77, M), (PAIRED_F, PAIRED_M)])
+def test_rows_of_no_group_reach_no_column(is_grad, sizes, f, m):
+    operands = _operands(is_grad, f, jnp.bfloat16, m)
     rows, columns = _quantize(operands, sizes)
     poisoned = [x.copy() for x in operands]
     for x in poisoned:
-        x[~_is_of_group(sizes)] = np.nan
+        x[~_is_of_group(sizes, m)] = np.nan
     same_rows, same_columns = _quantize(poisoned, sizes)
     assert_same(same_columns.values, columns.values)
     assert_same(same_columns.scale, columns.scale)

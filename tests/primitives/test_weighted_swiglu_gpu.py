@@ -13,6 +13,9 @@ from test_grouped_gpu import SIZES
 from test_swiglu_gpu import (
     EDGES,
     FIRST_ROW,
+    PAIRED_F,
+    PAIRED_M,
+    PAIRED_SIZES,
     WIDTHS,
     M,
     _assert_same_rows,
@@ -72,6 +75,19 @@ def test_it_is_the_gradient_of_weighted_dh(activation, dtype, f, with_columns):
 @pytest.mark.parametrize("f,dtype", [(200, jnp.bfloat16), (77, jnp.float32)])
 def test_groups_of_any_sizes(sizes, f, dtype):
     _check(cases.operands(M, f, dtype), sizes, E5M2)
+
+
+@activations
+@pytest.mark.parametrize("mode", ("row", "row_column"))
+def test_tiles_in_pairs(activation, mode):
+    """Rows, columns and dots where a CTA takes tiles of dgate and of dup in pairs."""
+    gate_up, dh, weights = operands = cases.operands(PAIRED_M, PAIRED_F, jnp.bfloat16)
+    with_columns = mode == "row_column"
+    _check(operands, PAIRED_SIZES, activation=activation, with_columns=with_columns)
+    of_groups = cases.groups(PAIRED_SIZES, FIRST_ROW)
+    dots = cases.partial_dots(operands, of_groups, gpu_cases.IMPLEMENTATION, activation, mode)
+    is_of_group = _is_of_group(PAIRED_SIZES, PAIRED_M)
+    cases.assert_dots(dots, gate_up, dh, activation, is_of_group)
 
 
 @activations

@@ -9,7 +9,7 @@ _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1,
              num_slabs=0, cluster_m=1, cluster_n=1, cluster_k=1, is_1d1d=0, out_f32=0, accumulate=0,
              lhs_e5m2=0, rhs_e5m2=0, transpose_out=0, grouping=0, num_sms=132, gated=0,
              activation=0, limit=0, alpha=0, up_offset=0, h_e5m2=0, h_pow2_scale=0)  # fmt: skip
-_QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, source=1,
+_QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, paired=0, source=1,
                  activation=0, limit=0, alpha=0, up_offset=0)  # fmt: skip
 
 _SEED = 21
@@ -139,7 +139,7 @@ def test_a_split_config_of_no_kernel_is_refused(bad, message):
         _ext.compile_gemm(_SPLIT | bad)
 
 
-@pytest.mark.parametrize("flag", ["e5m2", "pow2_scale", "ragged", "padded"])
+@pytest.mark.parametrize("flag", ["e5m2", "pow2_scale", "ragged", "padded", "paired"])
 @pytest.mark.parametrize("value", [2, -1, 2**31 - 1])
 def test_a_flag_is_0_or_1(flag, value):
     with pytest.raises(ValueError, match=rf"flags 0 or 1; got .*{flag} {value}"):

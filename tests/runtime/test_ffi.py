@@ -299,11 +299,15 @@ def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     for mode, source, ragged in ((0, 1, 0), (1, 0, 1)):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"{message}{source}, ragged {ragged}"):
             quantize_on_cpu(mode=mode, source=source, ragged=ragged, padded=1)
+    message = "paired must go with source 2 or 5 and input 0; got source "
+    for source, input_ in ((1, 0), (2, 2)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{message}{source}, input {input_}"):
+            quantize_on_cpu(source=source, input=input_, paired=1)
     message = "weighted_swiglu_grad_quantize: ragged must be 1; got 0, mode row"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         quantize_on_cpu(source=5, mode=0, ragged=0)
     for config, message in (
-        (dict(more=1), "config must be a dictionary of 11 integers"),
+        (dict(more=1), "config must be a dictionary of 12 integers"),
         (dict(mode=None, model=0), "config must have an i32 mode; got model"),
         (dict(mode=np.int64(0)), "config must have an i32 mode; got mode"),
     ):

@@ -94,6 +94,13 @@ __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Stores 16 bytes in shared memory, at a multiple of 16.
+__device__ __forceinline__ void store_shared_16(uint32_t address, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Loads 16 bytes of shared memory, from a multiple of 16.
 __device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

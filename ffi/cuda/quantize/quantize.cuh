@@ -24,6 +24,8 @@
 // next elements are made of. No other thread touches that part, so no barrier is needed. Where the
 // source looks rows up by number, the part is a warp's.
 //
+// Paired: a CTA takes two tiles that are made of the same operands. k is a multiple of 256.
+//
 // Timeline of a tile with 1x128 blocks (each thread keeps its 8x8 elements in registers):
 //   load; column maxima of the warp -> shared; row maxima by shuffles; store rows and their scales
 //   barrier; a thread per column: maximum over 8 warps, scale -> global, factor -> shared
@@ -92,6 +94,36 @@ struct Quantizer : QuantizedTile<Config> {
     place = walk.find(blockIdx.x);
     Source::is_aligned(params.k) ? this->template fill<true>() : this->template fill<false>();
     this->template quantize<true>();
+  }
+
+  // Runs where a unit is two tiles, which are made of the same operands. The elements of the second
+  // one wait in shared memory, in the place of some operands.
+  __device__ __forceinline__ void run_pairs() {
+    const Walk walk = {params, warp, Walk::count_rows(params)};
+    unsigned unit = blockIdx.x;
+    bool has_unit = walk.find_from(unit, place);
+    if (has_unit) {
+      prefetch_pair(place, false);
+      prefetch_pair(place, true);
+    }
+#pragma unroll 1
+    while (has_unit) {
+      Source::fill_first(elements, params, row(place), column(place), place.row_end);
+      typename Walk::Place next = place;
+      unit += gridDim.x;
+      has_unit = walk.find_from(unit, next);
+      if (has_unit) prefetch_pair(next, false);
+      if constexpr (kMode != kRow) __syncthreads();  // the last tile's columns are stored
+      this->template quantize<true>();
+      Source::take_second(elements);
+      if (has_unit) prefetch_pair(next, true);
+      place.k_block += params.k / (2 * kScaleBlock);
+      place.first_column += params.k / 2;
+      if constexpr (kMode != kRow) __syncthreads();  // the first tile's columns are stored
+      this->template quantize<true>();
+      place = next;
+    }
+    if constexpr (Walk::kLeavesRows && kStoresColumns) store_empty_columns<true>();
   }
 
  private:
@@ -196,6 +228,12 @@ struct Quantizer : QuantizedTile<Config> {
     return factors;
   }
 
+  // is_late: what lies where the second tile waits, or the rest.
+  __device__ __forceinline__ void prefetch_pair(const typename Walk::Place& next,
+                                                bool is_late) const {
+    Source::prefetch_pair(params, row(next), column(next), next.row_end, is_late);
+  }
+
   template <bool kIsAligned>
   __device__ __forceinline__ void prefetch(const typename Walk::Place& next) const {
     if constexpr (kIsAligned) Source::prefetch(params, row(next), column(next), next.row_end);
@@ -219,6 +257,8 @@ extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Quantizer<Config>::kNu
 
   if constexpr (Config::kIsPadded) {
     quantizer.run_padded();
+  } else if constexpr (Config::kIsPaired) {
+    quantizer.run_pairs();
   } else {
     const bool is_aligned = Quantizer::Source::is_aligned(params.k) &&
                             (!Quantizer::kStoresColumns || Config::kIsRagged || params.m % 8 == 0);

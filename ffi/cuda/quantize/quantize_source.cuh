@@ -13,6 +13,9 @@
 //                          rows, in place of prefetch and fill<true>
 //   kLeavesRows            whether rows of no group are not stored, where columns are ragged
 //   kWalksDown             whether CTAs take all rows of some k-blocks before the next ones
+//   prefetch_pair, fill_first, take_second
+//                          in place of prefetch and fill, where the config is paired
+//                          (swiglu_source.cuh)
 #pragma once
 
 #include "quantize/quantize_fragment.cuh"

@@ -1,8 +1,10 @@
 // Which rows and columns the CTAs and warps of a quantiser take, and in which order.
 //
 // A warp takes 16 rows of one k-block. In mode "row" that is all, and four of them are a CTA; in
-// every other mode the 8 warps of a CTA take a 128x128 tile. CTAs take tiles in bands of 4 down the
-// rows, or, where the source walks down, in runs of k-blocks down all rows.
+// every other mode the 8 warps of a CTA take a 128x128 tile. Paired, they take those of a k-block
+// of the first half of the columns, then those of the k-block as far into the other half. CTAs take
+// tiles in bands of 4 down the rows, or, where the source walks down, in runs of k-blocks down all
+// rows.
 //
 // Ragged: the columns of `transposed` are tokens, and every group of them starts at a multiple of
 // 128 (groups.cuh). A CTA takes the rows of one block of columns. Where rows are stored too, those
@@ -65,9 +67,18 @@ struct QuantizeWalk {
     return (tiles_of_cta >= 16) + (tiles_of_cta >= 32);
   }
 
+  // The k-blocks that units are counted in. Paired: those of the first half of the columns.
+  __device__ __forceinline__ int count_k_blocks() const {
+    return ceil_div(params.k, Config::kIsPaired ? 2 * kScaleBlock : kScaleBlock);
+  }
+
+  static __device__ __forceinline__ int order_k_block(int i, int num_k_blocks) {
+    return Config::kIsPaired ? i : Source::k_block(i, num_k_blocks);
+  }
+
   // The number of units. A CTA takes one unit at a time.
   __device__ __forceinline__ int count() const {
-    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int num_k_blocks = count_k_blocks();
     if constexpr (kIsRow) {
       return ceil_div(ceil_div(num_rows, kWarpRows) * num_k_blocks, kNumWarps);
     } else if constexpr (Source::kWalksDown) {
@@ -94,10 +105,10 @@ struct QuantizeWalk {
 
   // Returns the part of a unit that this warp takes.
   __device__ __forceinline__ Place find(unsigned unit) const {
-    const int num_k_blocks = ceil_div(params.k, kScaleBlock);
+    const int num_k_blocks = count_k_blocks();
     if constexpr (kIsRow) {
       const int i = unit * kNumWarps + warp;
-      const int k_block = Source::k_block(i % num_k_blocks, num_k_blocks);
+      const int k_block = order_k_block(i % num_k_blocks, num_k_blocks);
       return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, num_rows};
     } else {
       int m_block, k_block;
@@ -109,7 +120,7 @@ struct QuantizeWalk {
         const int group_start = unit / group_tiles * kRaster;
         const int group_rows = min(kRaster, params.num_m_blocks - group_start);
         m_block = group_start + unit % group_tiles % group_rows;
-        k_block = Source::k_block(unit % group_tiles / group_rows, num_k_blocks);
+        k_block = order_k_block(unit % group_tiles / group_rows, num_k_blocks);
       }
       Place place = {m_block * kScaleBlock + warp * kWarpRows,
                      k_block * kScaleBlock,
