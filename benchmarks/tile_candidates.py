@@ -78,10 +78,7 @@ def grouped_candidates(rows: int) -> Sequence[TileConfig]:
     half, middle, large = map(_parse_grouped, (_HALF_GROUPED, _MIDDLE_GROUPED, _LARGE_GROUPED))
     if rows <= 32:
         return _unique((*_LISTED_GROUPED, *half))
-    if rows <= 256:
-        return _unique((*_LISTED_GROUPED, *half, *middle, *large))
-    listed = (c for c in _LISTED_GROUPED if c.block_m * c.block_n >= 8192)
-    return _unique((*listed, *middle, *large))
+    return _unique((*_LISTED_GROUPED, *half, *middle, *large))
 
 
 def all_grouped_candidates() -> Sequence[TileConfig]:

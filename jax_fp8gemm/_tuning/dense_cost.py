@@ -86,7 +86,7 @@ def k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
         efficiency *= _ONE_BATCH
     efficiency *= (1 + _NARROW_COLUMNS / 128) / (1 + _NARROW_COLUMNS / c.sub_n)
     multiplying = c.block_m * c.block_n / 32 / efficiency
-    split = 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
+    split = row_split(k)
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * SCALE_BLOCK * split
     loading = num_bytes * busy / _L2_BYTES_PER_CLOCK_OF_ALL
@@ -94,6 +94,11 @@ def k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
     clocks = max(_overlap(multiplying, loading), latency)
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
+
+
+def row_split(k: int) -> float:
+    """Returns how much longer the L2 takes to read a k-block's part of a row of k values."""
+    return 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
 
 
 def store_clocks(c: TileConfig, m: int, out_bytes: int) -> float:
