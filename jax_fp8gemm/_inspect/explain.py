@@ -144,8 +144,8 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
     padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
     config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS)
-    how = is_1d1d, spec["transpose_out"], _out_bytes(spec), hopper.NUM_SMS
-    return _text(config), flop, num_products * choose.predicted_us(config, *padded, *how)
+    product = _product(*padded, None, spec)
+    return _text(config), flop, num_products * choose.predicted_us(config, product)
 
 
 def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
@@ -153,12 +153,18 @@ def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
         return None, 0, 0.0
     m, n = _exchanged(m, n, spec)
     config = choose.choose(m, n, k, g, **spec, num_sms=hopper.NUM_SMS)
-    how = spec["is_1d1d"], spec["transpose_out"], _out_bytes(spec), hopper.NUM_SMS
-    time_us = choose.predicted_grouped_us(config, m, n, k, g, *how)
-    if not (spec["is_1d1d"] or spec["transpose_out"]):
+    product = _product(m, n, k, g, spec)
+    time_us = choose.predicted_us(config, product)
+    if not product.is_weight_gradient:
         # The prediction ranks configs. It counts the bytes of groups of rows too low.
-        time_us = max(time_us, cost.copy_time_us((m + g * n) * k + m * n * _out_bytes(spec)))
+        time_us = max(time_us, cost.copy_time_us((m + g * n) * k + m * n * product.out_bytes))
     return _text(config), flop, time_us
+
+
+def _product(m: int, n: int, k: int, g: int | None, spec: dict[str, bool]) -> choose.Product:
+    flags = spec["is_1d1d"], spec["transpose_out"]
+    out_bytes = choose.out_bytes(spec["out_f32"], spec["accumulate"])
+    return choose.Product(m, n, k, g, *flags, out_bytes, hopper.NUM_SMS)
 
 
 def _exchanged(m: int, n: int, spec: dict[str, bool]) -> tuple[int, int]:
@@ -186,10 +192,6 @@ def _grouped_wgrad(operands: list[Any], params: dict[str, Any]):
     is_1d1d = not params["is_2d1d"]
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 6)
     return _grouped(m, n, t, g, 2 * m * n * t, spec)
-
-
-def _out_bytes(spec: dict[str, bool]) -> int:
-    return 4 + 4 * spec["accumulate"] if spec["out_f32"] else 2
 
 
 def _text(c: TileConfig) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.forced import Forced
@@ -61,10 +62,35 @@ def choose(
     # A program that leaves k open may run with more of it than the split configs take.
     can_split = not (is_1d1d or transpose_out or accumulate) and isinstance(k, int)
     m, n, k = map(_known, (m, n, k))
-    how = is_1d1d, transpose_out, _out_bytes(out_f32, accumulate), num_sms
-    if num_groups is None:
-        return _choose(m, n, k, *how, can_split)
-    return _choose_grouped(m, n, k, num_groups, *how)
+    how = is_1d1d, transpose_out, out_bytes(out_f32, accumulate), num_sms
+    product = Product(m, n, k, num_groups, *how)
+    return _choose(product, can_split) if num_groups is None else _choose_grouped(product)
+
+
+class Product(NamedTuple):
+    """What a config is chosen for: extents and flags as in `choose`.
+
+    out_bytes: moved for each element of the result.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_groups: int | None
+    is_1d1d: bool
+    transpose_out: bool
+    out_bytes: int
+    num_sms: int
+
+    @property
+    def is_weight_gradient(self) -> bool:
+        """Whether its cost model is that of weight gradients; of groups, whether they cut k."""
+        return self.is_1d1d or self.transpose_out
+
+
+def out_bytes(out_f32: bool, accumulate: bool) -> int:
+    """Returns the bytes that are moved for each element of the result."""
+    return 4 + 4 * accumulate if out_f32 else 2
 
 
 def _known(extent: object) -> int:
@@ -72,22 +98,9 @@ def _known(extent: object) -> int:
     return extent if isinstance(extent, int) else _OPEN_EXTENT
 
 
-def _out_bytes(out_f32: bool, accumulate: bool) -> int:
-    """Returns the bytes that are moved for each element of the result."""
-    return 4 + 4 * accumulate if out_f32 else 2
-
-
 @functools.lru_cache(maxsize=4096)
-def _choose(
-    m: int,
-    n: int,
-    k: int,
-    is_1d1d: bool,
-    transpose_out: bool,
-    out_bytes: int,
-    num_sms: int,
-    can_split: bool,
-) -> TileConfig:
+def _choose(product: Product, can_split: bool) -> TileConfig:
+    m, n, k, _, is_1d1d, transpose_out, _, num_sms = product
     is_listed = num_sms == hopper.NUM_SMS and not transpose_out
     measured = _OVERRIDES.get((m, n, k, is_1d1d)) if is_listed else None
     if measured is not None:
@@ -97,63 +110,30 @@ def _choose(
     candidates = [c for c in candidates if c.block_m <= most_rows]
     if can_split:
         candidates += [c for c in split_k_configs(m, k) if c.cluster_k <= num_sms]
-    how = is_1d1d, transpose_out, out_bytes, num_sms
-    return min(candidates, key=lambda c: predicted_us(c, m, n, k, *how))
-
-
-def predicted_us(
-    c: TileConfig,
-    m: int,
-    n: int,
-    k: int,
-    is_1d1d: bool,
-    transpose_out: bool,
-    out_bytes: int,
-    num_sms: int,
-) -> float:
-    """Returns the predicted time of a product without groups."""
-    if is_1d1d or transpose_out:
-        return time_us(c, m, n, k, is_1d1d, out_bytes, num_sms)
-    if c.cluster_k > 1:
-        return split_k_time_us(c, m, n, k, out_bytes, num_sms)
-    return dense_time_us(c, m, n, k, out_bytes, num_sms)
+    return min(candidates, key=lambda c: predicted_us(c, product))
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose_grouped(
-    m: int,
-    n: int,
-    k: int,
-    num_groups: int,
-    is_1d1d: bool,
-    transpose_out: bool,
-    out_bytes: int,
-    num_sms: int,
-) -> TileConfig:
-    grouping = GROUPED_CONTRACTION if is_1d1d or transpose_out else GROUPED_ROWS
-    how = is_1d1d, transpose_out, out_bytes, num_sms
+def _choose_grouped(product: Product) -> TileConfig:
+    grouping = GROUPED_CONTRACTION if product.is_weight_gradient else GROUPED_ROWS
+    _, _, _, num_groups, is_1d1d, transpose_out, *_ = product
     candidates = configs(grouping, is_1d1d=is_1d1d, transpose_out=transpose_out)
     if grouping == GROUPED_ROWS:
-        of_groups = m / num_groups, n, num_groups, num_sms
+        assert num_groups
+        of_groups = product.m / num_groups, product.n, num_groups, product.num_sms
         candidates = [c for c in candidates if is_for_rows(c, *of_groups)]
-    return min(
-        candidates,
-        key=lambda c: predicted_grouped_us(c, m, n, k, num_groups, *how),
-    )
+    return min(candidates, key=lambda c: predicted_us(c, product))
 
 
-def predicted_grouped_us(
-    c: TileConfig,
-    m: int,
-    n: int,
-    k: int,
-    num_groups: int,
-    is_1d1d: bool,
-    transpose_out: bool,
-    out_bytes: int,
-    num_sms: int,
-) -> float:
-    """Returns the predicted time of a grouped product."""
-    if is_1d1d or transpose_out:
-        return grouped_time_us(c, m, n, k, num_groups, is_1d1d, out_bytes, num_sms)
-    return grouped_rows_time_us(c, m, n, k, num_groups, out_bytes, num_sms)
+def predicted_us(c: TileConfig, product: Product) -> float:
+    """Returns the predicted time of a product."""
+    m, n, k, num_groups, is_1d1d, _, num_bytes, num_sms = product
+    if num_groups is not None:
+        if product.is_weight_gradient:
+            return grouped_time_us(c, m, n, k, num_groups, is_1d1d, num_bytes, num_sms)
+        return grouped_rows_time_us(c, m, n, k, num_groups, num_bytes, num_sms)
+    if product.is_weight_gradient:
+        return time_us(c, m, n, k, is_1d1d, num_bytes, num_sms)
+    if c.cluster_k > 1:
+        return split_k_time_us(c, m, n, k, num_bytes, num_sms)
+    return dense_time_us(c, m, n, k, num_bytes, num_sms)
