@@ -15,7 +15,7 @@
 //   kWalksDown             whether CTAs take all rows of some k-blocks before the next ones
 //   prefetch_pair, fill_first, take_second
 //                          in place of prefetch and fill, where the config is paired
-//                          (swiglu_source.cuh)
+//                          (swiglu_pairs.cuh)
 #pragma once
 
 #include "quantize/quantize_fragment.cuh"

@@ -3,10 +3,8 @@
 //
 // A CTA computes its 128 columns of [dgate, dup] alone. Where column f is among them, a thread has
 // gates or ups, or both if f is no multiple of 8. CTAs of dgate and of dup take turns, so that the
-// second one finds gate and dh in the L2.
-//
-// Paired, which needs 16-bit operands and f a multiple of 128, a CTA computes 128 columns of dgate
-// and those of dup at once. dup waits in shared memory, in f32, where gate and up were.
+// second one finds gate and dh in the L2. Where the config is paired, one CTA computes both
+// (swiglu_pairs.cuh).
 //
 // Weighted, dh of a row is multiplied by the weight of the row in f32 first, and rounded to its
 // dtype. And the CTA of dgate adds up h times dh, without the weight (swiglu_weights.cuh).
@@ -14,22 +12,17 @@
 
 #include "quantize/activation.cuh"
 #include "quantize/quantize_source.cuh"
-#include "quantize/swiglu_weights.cuh"
+#include "quantize/swiglu_operands.cuh"
+#include "quantize/swiglu_pairs.cuh"
 
 namespace jax_fp8gemm {
 
 template <typename Config, bool kIsGrad, bool kIsWeighted = false>
-struct SwigluSource : DirectSource {
-  using Elements = Fragment<kF32>;
-  using Part = SwigluPart;
-
-  static constexpr int kInput = Config::kInput;
-  static constexpr int kBytes = Fragment<kInput>::kElemBytes;
-  // f32 is not prefetched: only one CTA would fit an SM.
-  static constexpr int kPrefetchBytes = kInput == kF32 ? 0 : kFragmentRows * (kIsGrad ? 3 : 2) * 16;
-
-  static constexpr bool kLeavesRows = true;
-  static_assert(!Config::kIsPaired || (kIsGrad && kPrefetchBytes > 0), "pairs are of 16-bit dh");
+struct SwigluSource : SwigluOperands<Config, kIsGrad, kIsWeighted> {
+  using Operands = SwigluOperands<Config, kIsGrad, kIsWeighted>;
+  using Operands::address, Operands::copy_rows, Operands::kBytes, Operands::kInput;
+  using Operands::kPrefetchBytes, Operands::kGate, Operands::kUp, Operands::kDh;
+  using typename Operands::Elements, typename Operands::Part, typename Operands::Rows;
 
   static __device__ __forceinline__ bool is_aligned(int k) { return k % (kIsGrad ? 16 : 8) == 0; }
 
@@ -46,54 +39,6 @@ struct SwigluSource : DirectSource {
       prefetch_part<Part::kDgate>(params, row, column, row_end, f);
     } else {
       prefetch_part<Part::kDup>(params, row, column - f, row_end, f);
-    }
-  }
-
-  // Paired: starts to copy gate and up (is_late), or dh, for columns `column`.. of dgate and dup.
-  static __device__ __forceinline__ void prefetch_pair(const QuantizeParams& params, int row,
-                                                       int column, int row_end, bool is_late) {
-    const int f = params.k / 2, num_rows = row_end - row;  // may be negative
-    if (is_late) {
-      copy_rows(kGate, params.x, row, column, num_rows, 2 * f);
-      copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
-    } else {
-      copy_rows(kDh, params.dh, row, column, num_rows, f);
-    }
-  }
-
-  // Sets the elements of dgate, and leaves those of dup where gate and up were.
-  static __device__ __forceinline__ void fill_first(Elements& elements,
-                                                    const QuantizeParams& params, int row,
-                                                    int column, int row_end) {
-    Rows rows;
-    rows.template load<kFragmentRows>(params, row, row_end, 0);
-    cp_async_wait_all();
-#pragma unroll
-    for (int i = 0; i < kFragmentRows; ++i) {
-      Fragment<kInput, 1> gate, up, dh;
-      load_shared_16(gate.words[0][0], address(kGate, i));
-      load_shared_16(up.words[0][0], address(kUp, i));
-      load_shared_16(dh.words[0][0], address(kDh, i));
-      uint32_t dup[2][4];
-#pragma unroll
-      for (int j = 0; j < kFragmentColumns; ++j) {
-        const float g = gate.at(0, j), u = up.at(0, j);
-        const float d = weighted<Part::kDgate>(rows, i, g, u, dh.at(0, j));
-        elements.set(i, j, gated<Config, Part::kDgate>(g, u, d));
-        dup[j / 4][j % 4] = __float_as_uint(gated<Config, Part::kDup>(g, u, d));
-      }
-      store_shared_16(address(kGate, i), dup[0]);
-      store_shared_16(address(kUp, i), dup[1]);
-    }
-    rows.store_dots(params, row, column / 128, row_end);
-  }
-
-  // Sets the elements of dup that fill_first left.
-  static __device__ __forceinline__ void take_second(Elements& elements) {
-#pragma unroll
-    for (int i = 0; i < kFragmentRows; ++i) {
-      load_shared_16(elements.words[i][0], address(kGate, i));
-      load_shared_16(elements.words[i][1], address(kUp, i));
     }
   }
 
@@ -117,20 +62,8 @@ struct SwigluSource : DirectSource {
   }
 
  private:
-  using Rows = RowWeights<kIsWeighted>;
-
-  enum Operand { kGate, kUp, kDh };
-
   template <Part kPart>
   static constexpr bool kReadsUp = kPart != Part::kDup || Config::kActivation == kClampedSwiglu;
-
-  // Where a row of an operand is prefetched to. The 16 bytes of a warp's lanes are neighbours.
-  static __device__ __forceinline__ uint32_t address(Operand operand, int row) {
-    extern __shared__ uint4 prefetched[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    return smem_address(prefetched) + warp * 32 * kPrefetchBytes +
-           (operand * kFragmentRows + row) * 512 + lane * 16;
-  }
 
   // Columns `column`.. of one part, of its f.
   template <Part kPart>
@@ -140,17 +73,6 @@ struct SwigluSource : DirectSource {
     copy_rows(kGate, params.x, row, column, num_rows, 2 * f);
     if constexpr (kReadsUp<kPart>) copy_rows(kUp, params.x, row, f + column, num_rows, 2 * f);
     if constexpr (kPart != Part::kH) copy_rows(kDh, params.dh, row, column, num_rows, f);
-  }
-
-  // Starts to copy 8 columns of the fragment's rows; zeros from the num_rows-th on.
-  static __device__ __forceinline__ void copy_rows(Operand operand, const uint8_t* x, int row,
-                                                   int column, int num_rows, int stride) {
-    const uint8_t* source = x + (static_cast<int64_t>(row) * stride + column) * kBytes;
-#pragma unroll
-    for (int i = 0; i < kFragmentRows; ++i) {
-      cp_async_16(address(operand, i), source, i < num_rows ? 16 : 0);
-      source += static_cast<int64_t>(stride) * kBytes;
-    }
   }
 
   // Columns `column`.. of one part, of its f.
@@ -215,24 +137,10 @@ struct SwigluSource : DirectSource {
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kFragmentColumns; ++j) {
-        const float dh_ij =
-            weighted<kPart>(rows, first + i, gate.at(i, j), up.at(i, j), dh.at(i, j));
+        const float dh_ij = Operands::template weighted<kPart>(rows, first + i, gate.at(i, j),
+                                                               up.at(i, j), dh.at(i, j));
         elements.set(first + i, j, gated<Config, kPart>(gate.at(i, j), up.at(i, j), dh_ij));
       }
-    }
-  }
-
-  // Returns dh times the weight of row i of the fragment, and adds to the dot of the row.
-  template <Part kPart>
-  static __device__ __forceinline__ float weighted(Rows& rows, int i, float gate, float up,
-                                                   float dh) {
-    if constexpr (!kIsWeighted) {
-      return dh;
-    } else {
-      if constexpr (kPart == Part::kDgate) {
-        rows.add(i, gated<Config, Part::kH>(gate, up, 0.0f), dh);
-      }
-      return Fragment<kInput>::rounded(mul_rn(dh, rows.weight[i]));
     }
   }
 
@@ -300,10 +208,16 @@ struct SwigluSource : DirectSource {
 template <typename Config>
 struct QuantizeSource<Config, kSwiglu> : SwigluSource<Config, false> {};
 
-template <typename Config>
-struct QuantizeSource<Config, kSwigluGrad> : SwigluSource<Config, true> {};
+template <typename Config, bool kIsWeighted, bool kIsPaired = Config::kIsPaired>
+struct SwigluGradSource : SwigluSource<Config, true, kIsWeighted> {};
+
+template <typename Config, bool kIsWeighted>
+struct SwigluGradSource<Config, kIsWeighted, true> : SwigluPairs<Config, kIsWeighted> {};
 
 template <typename Config>
-struct QuantizeSource<Config, kWeightedSwigluGrad> : SwigluSource<Config, true, true> {};
+struct QuantizeSource<Config, kSwigluGrad> : SwigluGradSource<Config, false> {};
+
+template <typename Config>
+struct QuantizeSource<Config, kWeightedSwigluGrad> : SwigluGradSource<Config, true> {};
 
 }  // namespace jax_fp8gemm
