@@ -48,6 +48,7 @@ PIECES: dict[str, list[Step]] = {
         _step("flush-read", 2, f"dense --rows short --flush read --peers {_FEW_PEERS}"),
         _step("activation", 32, "activation"),
         _step("step", 164, "step"),
+        _step("model", 60, "model"),  # not run yet: an estimate
     ],
     "3": [
         _step("moe", 215, "moe"),

@@ -14,7 +14,8 @@ from benchmarks.problem import GroupedShape, Shape
 GROUPED = ("ragged", "masked", "ragged-wgrad")
 SQUARE_WGRAD = ("wgrad-square", "ragged-wgrad-square")
 TILED = ("dense", "wgrad", *GROUPED, *SQUARE_WGRAD)
-LAYERS_OF_KERNELS = ("matmul", "moe", "step")  # many kernels a call, all of which count
+# Many kernels a call, all of which count.
+LAYERS_OF_KERNELS = ("matmul", "moe", "step", "model")
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
 
@@ -40,6 +41,10 @@ def cases_of(
         return [moe.moe_case(layer) for layer in moe.LAYERS]
     if family == "step":
         return [step.step_case(block) for block in step.BLOCKS]
+    if family == "model":
+        from benchmarks.families import model  # no other family needs Flax and optax
+
+        return [model.model_case(model.LLAMA3_8B)]
     if family == "fsdp":
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":

@@ -18,7 +18,7 @@ _KINDS = (
     ("attention", ("cudnn",)),
 )
 _OTHER = "XLA"
-_TABLES = ("matmul", "moe", "step")
+_TABLES = ("matmul", "moe", "step", "model")
 
 
 def kind_of(kernel: str) -> str:

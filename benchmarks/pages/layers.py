@@ -10,13 +10,14 @@ _SUSTAINED = ("dense", "ragged", "matmul", "moe")
 
 def steps_table(prefix: str = "") -> str:
     """Of each block and implementation: time with the gaps, tokens a second, share of the peak."""
-    document = load(f"{prefix}step")
-    if document is None:
+    documents = [load(f"{prefix}{table}") for table in ("step", "model")]
+    rows = [row for document in documents if document for row in document["rows"]]
+    if not rows:
         return "No file `step.json` yet."
     header = ("block", "in", "kernels ms", "step ms", "tokens a second", "TFLOPS")
     header += ("of the FP8 peak", "of the bf16 peak", "peak GB", "ratio")
     lines = []
-    for row in document["rows"]:
+    for row in rows:
         for peer in ("", *row["peers"]):
             lines.append(_step_line(row, peer))
     return markdown(header, lines)

@@ -13,6 +13,7 @@
 - quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
 - square_once: of `moe`, the same, and weight gradients with 128x128 blocks of lhs.
 - fp8_gate_up: of `moe`, our call that keeps gate_up in FP8 for its backward pass.
+- fp8_head_swiglu: of `model`, our product in the head too, and SwiGLU fused with its quantisation.
 - square_wgrad: of `fsdp`, our step with weight gradients from squares.
 - fp8_combine: of `expert-parallel`, our layer whose results travel back in FP8.
 - copy_engines: of `expert-parallel`, our layer with XLA's flag by which all_to_all copies between
@@ -28,7 +29,7 @@
 NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
-    *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up"),
+    *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up", "fp8_head_swiglu"),
     *("square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
 )
 

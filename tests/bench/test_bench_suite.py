@@ -8,7 +8,7 @@ import pytest
 import benchmarks
 from benchmarks import options, own_process, suite, warm_deepgemm
 from benchmarks.case import Case
-from benchmarks.options import MESH
+from benchmarks.options import LAYERS_OF_KERNELS, MESH
 from benchmarks.problem import Shape, Work
 from benchmarks.suite_steps import PIECES, Step, smoke_piece
 
@@ -31,7 +31,7 @@ def test_steps_are_command_lines_that_fit(piece):
         arguments = options.make_parser().parse_args(step.command("folder"))
         assert arguments.save == "folder"
         options.check(arguments)
-        has_own_shapes = arguments.family in ("matmul", "moe", "step", "host", *MESH)
+        has_own_shapes = arguments.family in (*LAYERS_OF_KERNELS, "host", *MESH)
         assert has_own_shapes or options.shapes_of(arguments)
 
 

@@ -1,0 +1,100 @@
+"""The family `model`: a training step of a decoder in Flax NNX, by AdamW of optax.
+
+The model is the user's own (nnx_decoder.py). All that changes is the `dot_general` of its Linear.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jax_fp8gemm
+from benchmarks.case import Case, peak_bytes
+from benchmarks.families.nnx_decoder import Decoder, Sizes
+from benchmarks.problem import Shape, Work
+from benchmarks.timing.queues import jax_queue
+from benchmarks.timing.timer import Call
+from jax_fp8gemm import nnx as fp8_nnx
+
+_LEARNING_RATE = 3e-4
+# Four of the 32 layers of Llama-3-8B, and a quarter of its vocabulary.
+LLAMA3_8B = Sizes(
+    *("llama3_8b_4_layers", 4),
+    **dict(hidden=4096, inter=14336, heads=32, kv_heads=8, head_dim=128, vocabulary=32768),
+    **dict(sequences=2, length=4096),
+)
+
+
+def model_case(sizes: Sizes) -> Case:
+    """Our product in the Linear but the head, beside the same model in bf16.
+
+    Read once and written once by AdamW: weights, two moments and gradients in f32.
+    """
+    s = sizes
+    num_weights = s.weights_of_products + s.hidden * s.vocabulary
+    call = functools.partial(model_call, s)
+    product = dict(dot_general=jax_fp8gemm.dot_general)
+    return Case(
+        labels=dict(name=s.name, tokens=s.tokens, hidden=s.hidden, inter=s.inter),
+        shape=Shape(s.tokens, s.inter, s.hidden),
+        work=Work(s.flop, 28 * num_weights),
+        config="",
+        build=lambda: call(**product),
+        peers={
+            "fp8_head_swiglu": lambda: call(
+                **product, head_dot_general=jax_fp8gemm.dot_general, make_mlp=_swiglu
+            ),
+            "xla_bf16": call,
+        },
+    )
+
+
+def model_call(sizes: Sizes, **how: Any) -> Call:
+    """The compiled step, each on the state of the one before; every kernel counts.
+
+    how: of the Decoder.
+    """
+    make = functools.partial(Decoder, sizes, **how)
+    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    graph, _ = nnx.split(abstract)
+    optimizer = optax.adamw(_LEARNING_RATE)
+
+    @jax.jit
+    def new_state() -> Any:
+        weights = nnx.to_pure_dict(nnx.state(make(rngs=nnx.Rngs(0))))
+        return weights, optimizer.init(weights)
+
+    step = jax.jit(functools.partial(_step, graph, optimizer), donate_argnums=0)
+    tokens = jax.random.randint(
+        jax.random.key(1), (sizes.sequences, sizes.length + 1), 0, sizes.vocabulary
+    )
+    states = [new_state()]
+    program = step.lower(states[0], tokens).compile()
+
+    def run() -> jax.Array:
+        states[0], loss = program(states[0], tokens)
+        return loss
+
+    return Call(run, jax_queue(), peak_bytes=peak_bytes(program))
+
+
+def _step(graph: Any, optimizer: Any, state: Any, tokens: jax.Array) -> Any:
+    weights, moments = state
+    loss, gradients = jax.value_and_grad(functools.partial(_loss, graph))(weights, tokens)
+    updates, moments = optimizer.update(gradients, moments, weights)
+    return (optax.apply_updates(weights, updates), moments), loss
+
+
+def _loss(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy of the next token."""
+    forward: Callable[[jax.Array], jax.Array] = nnx.merge(graph, nnx.State(weights))
+    logits = forward(tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def _swiglu(hidden: int, inter: int, rngs: nnx.Rngs) -> nnx.Module:
+    return fp8_nnx.SwiGLU(hidden, inter, dtype=jnp.bfloat16, rngs=rngs)

@@ -1,0 +1,142 @@
+"""A decoder of the shape of Llama-3 in Flax NNX, as a user would write it: it imports no FP8.
+
+Its products are those of nnx.Linear, which take a `dot_general`. The embedding and the head are not
+tied. Parameters are f32, and activations bf16.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+DotGeneral = Callable[..., jax.Array]
+# (hidden, intermediate, rngs) -> module
+MakeMlp = Callable[[int, int, nnx.Rngs], nnx.Module]
+_ROPE_BASE = 500_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a decoder, and of a batch of it."""
+
+    name: str
+    layers: int
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    sequences: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    @property
+    def weights_of_products(self) -> int:
+        """Elements of all matrices that a token is multiplied by; the embedding is looked up."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        of_layer = attention + 3 * self.hidden * self.inter
+        return self.layers * of_layer + self.hidden * self.vocabulary
+
+    @property
+    def flop(self) -> int:
+        """Of a step: six a weight and token, and of causal attention."""
+        scores_and_values = 2 * self.length * self.heads * self.head_dim  # of half a sequence
+        attention = self.layers * 3 * scores_and_values
+        return self.tokens * (6 * self.weights_of_products + attention)
+
+
+class Attention(nnx.Module):
+    """Causal attention with rotary positions and grouped keys and values."""
+
+    def __init__(self, sizes: Sizes, linear: Callable[[int, int], nnx.Module]):
+        kv = sizes.kv_heads * sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.q = linear(sizes.hidden, sizes.heads * sizes.head_dim)
+        self.k, self.v = linear(sizes.hidden, kv), linear(sizes.hidden, kv)
+        self.o = linear(sizes.heads * sizes.head_dim, sizes.hidden)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, k, v = _rotated(split(self.q(x))), _rotated(split(self.k(x))), split(self.v(x))
+        on_gpu = jax.default_backend() == "gpu"
+        implementation = "cudnn" if on_gpu else None
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return self.o(y.reshape(*x.shape[:2], -1))
+
+
+class Mlp(nnx.Module):
+    """Three Linear with SwiGLU between."""
+
+    def __init__(self, sizes: Sizes, linear: Callable[[int, int], nnx.Module]):
+        self.gate, self.up = (linear(sizes.hidden, sizes.inter) for _ in range(2))
+        self.down = linear(sizes.inter, sizes.hidden)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        linear: Callable[[int, int], nnx.Module],
+        make_mlp: MakeMlp | None,
+        rngs: nnx.Rngs,
+    ):
+        norm = lambda: nnx.RMSNorm(sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(sizes, linear)
+        self.mlp = make_mlp(sizes.hidden, sizes.inter, rngs) if make_mlp else Mlp(sizes, linear)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Tokens (sequences, length) -> logits in bf16.
+
+    dot_general: the product of all Linear but the head. head_dot_general: that of the head.
+    make_mlp: makes the MLP of a layer; None for Mlp.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rngs: nnx.Rngs,
+        dot_general: DotGeneral = jax.lax.dot_general,
+        head_dot_general: DotGeneral = jax.lax.dot_general,
+        make_mlp: MakeMlp | None = None,
+    ):
+        def linear(inputs: int, outputs: int, product: DotGeneral = dot_general) -> nnx.Linear:
+            how: dict[str, Any] = dict(use_bias=False, dtype=jnp.bfloat16, dot_general=product)
+            return nnx.Linear(inputs, outputs, **how, rngs=rngs)
+
+        self.embedding = nnx.Embed(sizes.vocabulary, sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        layers = [Layer(sizes, linear, make_mlp, rngs) for _ in range(sizes.layers)]
+        self.layers = nnx.Sequential(*layers)
+        self.norm = nnx.RMSNorm(sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
+        self.head = linear(sizes.hidden, sizes.vocabulary, head_dot_general)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.norm(self.layers(self.embedding(tokens))))
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Rotary positions of x (sequences, length, heads, head_dim), halves of a head as pairs."""
+    half = x.shape[-1] // 2
+    frequency = _ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,0 +1,81 @@
+"""The benchmark of a model in Flax NNX: what it counts, which products are ours, that it trains."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_fp8gemm
+from benchmarks.families import model
+from benchmarks.families.nnx_decoder import Decoder, Sizes
+
+pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
+
+TINY = Sizes(
+    *("tiny", 2),
+    **dict(hidden=128, inter=256, heads=4, kv_heads=2, head_dim=32, vocabulary=384),
+    **dict(sequences=2, length=64),
+)
+FP8 = dict(dot_general=jax_fp8gemm.dot_general)
+WITH_HEAD = FP8 | dict(head_dot_general=jax_fp8gemm.dot_general, make_mlp=model._swiglu)
+
+
+def test_flop_of_a_model():
+    # By hand: q and o 128 x 128, k and v 128 x 64, three of 128 x 256; 64 tokens see 32 others.
+    of_layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
+    attention = 2 * 3 * 2 * 2 * 32 * 128
+    assert TINY.flop == 128 * (6 * (2 * of_layer + 128 * 384) + attention)
+    sizes = model.LLAMA3_8B
+    assert sizes.tokens == 8192
+    # As many as four layers of Llama-3-8B have: 218 M each.
+    assert sizes.weights_of_products - 4096 * 32768 == 4 * 218_103_808
+
+
+@contextlib.contextmanager
+def promotion():
+    """What Flax's modules and jax.nn's attention on the CPU rely on."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _text(**how):
+    """The text of the gradient for a GPU, without running it."""
+    tokens = jax.ShapeDtypeStruct((2, 65), np.int32)
+    with promotion():
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(TINY, nnx.Rngs(0), **how)))
+        loss = lambda weights, tokens: model._loss(graph, weights, tokens)
+        traced = jax.jit(jax.grad(loss)).trace(nnx.to_pure_dict(state), tokens)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "how, products, of_swiglu",
+    [({}, 0, 0), (FP8, 3 * 7 * 2, 0), (WITH_HEAD, 3 * 4 * 2 + 3 * 2 * 2 + 3, 2)],
+    ids=["bf16", "linear", "head_swiglu"],
+)
+def test_which_products_are_ours(how, products, of_swiglu):
+    # Forward, and the gradients of both operands: seven Linear in each of two layers.
+    text = _text(**how)
+    calls = text.count("custom_call @jax_fp8gemm_gemm(")
+    assert calls == products
+    assert text.count("custom_call @jax_fp8gemm_swiglu_grad_quantize(") == of_swiglu
+
+
+def test_a_model_trains_as_in_bf16():
+    with promotion():
+        calls = [model.model_call(TINY, **how) for how in ({}, FP8, WITH_HEAD)]
+    losses = np.array([[float(call.run()) for _ in range(4)] for call in calls])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
+    # SwiGLU draws gate and up at once, so its initial values are others.
+    np.testing.assert_allclose(losses[2], losses[0], rtol=0.05)
+    assert (np.diff(losses) < 0).all()
+    assert all(call.peak_bytes is not None and call.kernel == "" for call in calls)
+
+
+def test_peers_of_a_model():
+    case = model.model_case(dataclasses.replace(TINY, layers=1))
+    assert list(case.peers) == ["fp8_head_swiglu", "xla_bf16"]
+    assert case.labels["tokens"] == 128
