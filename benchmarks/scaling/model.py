@@ -26,8 +26,8 @@ class Rates:
     dense_tflops: Number = 1028.0  # a SwiGLU MLP with all quantisation
     bf16_tflops: Number = 676.0
     attention_tflops: Number = 450.0  # assumed
-    expert_tflops: Number = 1029.0
-    weight_ps: Number = 1.777  # for each weight of an expert, whatever its rows
+    expert_tflops: Number = 1015.0
+    weight_ps: Number = 1.389  # for each weight of an expert, whatever its rows
     bf16_expert_tflops: Number = 90.0  # jax.lax.ragged_dot
     gather_gbps: Number = (
         RATES["all_gather"].bytes_per_second / 1e9

@@ -69,7 +69,7 @@ def _rates() -> str:
     rows = [
         ("SwiGLU MLP, FP8", f"{r.dense_tflops} TFLOPS", "`matmul.json`"),
         ("experts", f"{r.expert_tflops} TFLOPS, and {r.weight_ps} ps for each weight held",
-         "two layers of `bench moe`, 2026-11-23 (df33a7d)"),
+         "two layers of `bench moe`, 2026-11-29 (e452810)"),
         ("head, bf16", f"{r.bf16_tflops} TFLOPS", "Llama-3-70B MLP in XLA"),
         ("attention", f"{r.attention_tflops} TFLOPS", "assumed"),
         ("`all_gather`, `reduce_scatter`, one host", f"{r.gather_gbps} GB/s a GPU",
