@@ -1,5 +1,6 @@
 """The rows that each family measures, by name of the set."""
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -150,10 +151,7 @@ def draw_shapes(family: str, num: int) -> list[Shape]:
     """`num` shapes, the same every time: extents are uniform in their logarithms."""
     chance = random.Random(f"{_SEED} {family}")
 
-    def extent(low: int, high: int, multiple: int) -> int:
-        value = math.exp(chance.uniform(math.log(low), math.log(high)))
-        return max(multiple, round(value / multiple) * multiple)
-
+    extent = functools.partial(_draw_extent, chance)
     shapes: list[Shape] = []
     while len(shapes) < num:
         n, k = extent(512, 16384, 16), extent(512, 16384, 16)
@@ -168,6 +166,12 @@ def draw_shapes(family: str, num: int) -> list[Shape]:
     return shapes
 
 
+def _draw_extent(chance: random.Random, low: int, high: int, multiple: int) -> int:
+    """A multiple, at least one, between these; uniform in its logarithm."""
+    value = math.exp(chance.uniform(math.log(low), math.log(high)))
+    return max(multiple, round(value / multiple) * multiple)
+
+
 def draw_shapes_of_classes(num: int, seed: int, most: float = 1e12) -> list[Shape]:
     """`num` dense shapes of at most `most` multiplications, as many of each class of m.
 
@@ -177,10 +181,7 @@ def draw_shapes_of_classes(num: int, seed: int, most: float = 1e12) -> list[Shap
     chance = random.Random(f"{_SEED} {seed}")
     classes = ((1, 16), (17, 64), (65, 256), (257, 1024), (1025, 4096), (4097, 16384))
 
-    def extent(low: int, high: int, multiple: int) -> int:
-        value = math.exp(chance.uniform(math.log(low), math.log(high)))
-        return max(multiple, round(value / multiple) * multiple)
-
+    extent = functools.partial(_draw_extent, chance)
     shapes: list[Shape] = []
     while len(shapes) < num:
         n, k = (extent(512, 16384, chance.choice((16, 16, 32, 64, 128))) for _ in range(2))
@@ -199,10 +200,7 @@ def draw_groups_of_classes(num: int, seed: int, most: float = 2e11) -> list[Grou
     chance = random.Random(f"{_SEED} groups {seed}")
     classes = ((1, 8), (9, 32), (33, 64), (65, 160), (161, 640), (641, 8192))
 
-    def extent(low: int, high: int, multiple: int) -> int:
-        value = math.exp(chance.uniform(math.log(low), math.log(high)))
-        return max(multiple, round(value / multiple) * multiple)
-
+    extent = functools.partial(_draw_extent, chance)
     shapes: list[GroupedShape] = []
     while len(shapes) < num:
         n, k = (extent(512, 16384, chance.choice((16, 16, 32, 64, 128))) for _ in range(2))
