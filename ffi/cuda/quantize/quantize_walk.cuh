@@ -72,10 +72,6 @@ struct QuantizeWalk {
     return ceil_div(params.k, Config::kIsPaired ? 2 * kScaleBlock : kScaleBlock);
   }
 
-  static __device__ __forceinline__ int order_k_block(int i, int num_k_blocks) {
-    return Config::kIsPaired ? i : Source::k_block(i, num_k_blocks);
-  }
-
   // The number of units. A CTA takes one unit at a time.
   __device__ __forceinline__ int count() const {
     const int num_k_blocks = count_k_blocks();
@@ -108,7 +104,7 @@ struct QuantizeWalk {
     const int num_k_blocks = count_k_blocks();
     if constexpr (kIsRow) {
       const int i = unit * kNumWarps + warp;
-      const int k_block = order_k_block(i % num_k_blocks, num_k_blocks);
+      const int k_block = Source::k_block(i % num_k_blocks, num_k_blocks);
       return {i / num_k_blocks * kWarpRows, k_block * kScaleBlock, num_rows};
     } else {
       int m_block, k_block;
@@ -120,7 +116,7 @@ struct QuantizeWalk {
         const int group_start = unit / group_tiles * kRaster;
         const int group_rows = min(kRaster, params.num_m_blocks - group_start);
         m_block = group_start + unit % group_tiles % group_rows;
-        k_block = order_k_block(unit % group_tiles / group_rows, num_k_blocks);
+        k_block = Source::k_block(unit % group_tiles / group_rows, num_k_blocks);
       }
       Place place = {m_block * kScaleBlock + warp * kWarpRows,
                      k_block * kScaleBlock,
