@@ -33,14 +33,14 @@ namespace jax_fp8gemm {
 template <int kBytes>
 struct CopiedWord;
 
-// Loads are read-only and do not displace L1: every byte is read once. NOTE: volatile, or the
-// compiler moves loads down to their first uses, and fewer are in flight.
+// Loads are read-only. NOTE: volatile, or the compiler moves loads down to their first uses, and
+// fewer are in flight.
 template <>
 struct CopiedWord<16> {
   uint4 bytes;
 
   __device__ __forceinline__ void load(const uint8_t* source) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
                  : "l"(source));
   }

@@ -18,7 +18,7 @@ struct AddedWord {
   // NOTE: volatile, or the compiler moves loads down to their first uses, and fewer are in flight.
   __device__ __forceinline__ void load(const uint8_t* source) {
     if constexpr (kBytes == 16) {
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
                    : "l"(source));
     } else if constexpr (kBytes == 4) {
