@@ -17,6 +17,20 @@ namespace {
 // Threads of an SM whose CTAs prefetch; must agree with kMinCtas in
 // cuda/quantize/quantize_tile.cuh.
 constexpr unsigned kPrefetchingThreads = 512;
+// SwiGLU's CTAs start in turns where each still gets this many units: up to kMaxTurns for each that
+// an SM holds. The GPU then gives the next units to the SM that is ready for them.
+constexpr unsigned kUnitsOfTurn = 3;
+constexpr unsigned kMaxTurns = 4;
+
+// CTAs that prefetch, of `num_resident` that run at a time.
+unsigned PrefetchingCtas(const QuantizeConfig& config, unsigned num_tiles, unsigned num_resident) {
+  unsigned turns = 1;
+  if (IsSwiglu(config) && config.mode != kRow) {
+    const unsigned num_units = config.paired != 0 ? num_tiles / 2 : num_tiles;
+    turns = std::clamp(num_units / (kUnitsOfTurn * num_resident), 1u, kMaxTurns);
+  }
+  return std::min(num_tiles, num_resident * turns);
+}
 
 // Nothing is launched where there is nothing to read, so there may be nothing to write.
 ffi::Error CheckEmpty(const QuantizeConfig& config, const ffi::RemainingRets& results) {
@@ -58,7 +72,8 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer x, ffi::RemainingArgs more,
     if (dims.dynamic_smem_bytes > 0) {
       FFI_ASSIGN_OR_RETURN(const CUdevice device, CurrentDevice(*driver));
       FFI_ASSIGN_OR_RETURN(const int num_sms, NumSms(*driver, device));
-      dims.grid_x = std::min(dims.grid_x, num_sms * (kPrefetchingThreads / dims.block_x));
+      const unsigned num_resident = num_sms * (kPrefetchingThreads / dims.block_x);
+      dims.grid_x = PrefetchingCtas(config, dims.grid_x, num_resident);
     }
     void* arguments[] = {&params};
     return LaunchKernel(*driver, kernel, dims, stream, arguments);

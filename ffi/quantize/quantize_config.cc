@@ -19,10 +19,6 @@ constexpr const char* kModes[] = {"row",
                                   "block_both",
                                   "row_block_transposed"};
 
-bool IsSwiglu(const QuantizeConfig& config) {
-  return config.source == kSwiglu || IsSwigluGrad(config);
-}
-
 Activation ActivationOf(const QuantizeConfig& config) {
   return {config.activation, config.limit, config.alpha, config.up_offset};
 }
@@ -51,6 +47,10 @@ const char* QuantizeOp(const QuantizeConfig& config) {
 
 bool IsGather(const QuantizeConfig& config) {
   return config.source == kGather || config.source == kWeightedGather;
+}
+
+bool IsSwiglu(const QuantizeConfig& config) {
+  return config.source == kSwiglu || IsSwigluGrad(config);
 }
 
 bool IsSwigluGrad(const QuantizeConfig& config) {

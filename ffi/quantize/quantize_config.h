@@ -56,8 +56,9 @@ constexpr int32_t kFirstFp8Input = 3;
 // config.
 const char* QuantizeOp(const QuantizeConfig& config);
 
-// Whether what is quantised are rows of x by number, or those of the gradient of SwiGLU.
+// Whether what is quantised are rows of x by number, SwiGLU or its gradient, or that gradient.
 bool IsGather(const QuantizeConfig& config);
+bool IsSwiglu(const QuantizeConfig& config);
 bool IsSwigluGrad(const QuantizeConfig& config);
 
 // The name of a mode in range.

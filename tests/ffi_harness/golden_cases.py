@@ -255,6 +255,9 @@ def _grouped_contraction(
 _SHORT_TYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 
+_SWIGLUS = ("swiglu", "swiglu_grad", "weighted_swiglu_grad")
+
+
 def _quantize_cases() -> list[Case]:
     cases = []
     how = dict(e5m2=False, pow2_scale=False)
@@ -276,6 +279,24 @@ def _quantize_cases() -> list[Case]:
         has_batch = mode.startswith("block") and not ragged
         batch = (3,) if has_batch and dtype == "bf16" else ()
         cases.append(_quantize(name, config, batch, m, k, g))
+    return cases + _many_tiles()
+
+
+def _many_tiles() -> list[Case]:
+    """SwiGLU's CTAs start in 1 to 4 turns."""
+    how = dict(e5m2=False, pow2_scale=False, is_ragged=True, activation="silu")
+    cases = []
+    for m, f in ((16384, 768), (16384, 2048), (16384, 3072), (16384, 14336)):
+        for mode, source in (("row", "swiglu"), *(("row_column", s) for s in _SWIGLUS)):
+            is_grad = source != "swiglu"
+            pairs = (False, True) if is_grad else (False,)
+            for is_paired in pairs:
+                config = quantize_config.attributes(
+                    mode, "bfloat16", **how, is_padded=False, is_paired=is_paired, source=source
+                )
+                config = {name: int(value) for name, value in config.items()}
+                name = f"quantize {source} ragged{' paired' * is_paired} {mode} bf16 {m}x{f}"
+                cases.append(_quantize(name, config, (), m, f * (1 + is_grad), 8))
     return cases
 
 

@@ -173,7 +173,12 @@ def _quantize(case: Case) -> dict:
     operands = 2 if source == 1 else 3
     row_bytes = 16 * operands if is_swiglu and c["input"] < 2 else 8 * (c["input"] >= 3)
     smem = threads * 8 * row_bytes
-    grid = min(units, 132 * 512 // threads) if smem else units
+    resident = 132 * 512 // threads
+    turns = 1
+    if is_swiglu and not is_row:
+        # Each CTA gets 3 tiles, or pairs of them, or more, and at most 4 start in place of one.
+        turns = min(max(units // (1 + c["paired"]) // (3 * resident), 1), 4)
+    grid = min(units, resident * turns) if smem else units
     has = lambda name: name if name in (*case.args, *case.rets) else None
     pointers = ("dh", "values", "scale", "transposed", "transposed_scale")
     more = ("group_sizes", "first_row", "x_scale", "rows", "weights", "dots")
