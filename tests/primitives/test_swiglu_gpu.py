@@ -135,15 +135,26 @@ def test_tiles_in_pairs_are_the_nearest_to_float64(fmt):
     _check(_operands(True, PAIRED_F, jnp.bfloat16, PAIRED_M), PAIRED_SIZES, fmt, fmt == E5M2)
 
 
-def test_tiles_in_pairs_have_the_bits_of_single_ones():
-    """All rows at once, and 384 at a time, whose tiles are too few for pairs."""
-    operands = _operands(True, PAIRED_F, jnp.bfloat16, PAIRED_M)
-    step, ones = 384, [PAIRED_M - FIRST_ROW]
+@pytest.mark.parametrize(
+    "is_grad, m, f, step",
+    [
+        # 384 rows at a time have too few tiles for pairs.
+        (True, PAIRED_M, PAIRED_F, 384),
+        # CTAs start in two turns, and for 1536 rows at a time in one.
+        (False, 8320, 3328, 1536),
+        (True, 8320, 3328, 1536),
+        # In four.
+        (False, 16512, 3200, 4096),
+    ],
+)
+def test_many_tiles_have_the_bits_of_few(is_grad, m, f, step):
+    operands = _operands(is_grad, f, jnp.bfloat16, m)
+    ones = [m - FIRST_ROW]
     rows, columns = _quantize(operands, ones)
     alone, _ = _quantize(operands, ones, with_columns=False)
     _assert_same_rows(alone, rows, ones)
-    for first in range(FIRST_ROW, PAIRED_M, step):
-        last = min(first + step, PAIRED_M)
+    for first in range(FIRST_ROW, m, step):
+        last = min(first + step, m)
         # Rows of no group before the first one, as in all other cases.
         some = [np.concatenate([x[:FIRST_ROW], x[first:last]]) for x in operands]
         few_rows, few_columns = _quantize(some, [last - first])
