@@ -21,6 +21,7 @@ from benchmarks.timing.timer import Call
 from jax_fp8gemm import nnx as fp8_nnx
 
 _LEARNING_RATE = 3e-4
+_SQUARE = jax_fp8gemm.Recipe(wgrad_lhs_block=(128, 128))
 # Four of the 32 layers of Llama-3-8B, and a quarter of its vocabulary.
 LLAMA3_8B = Sizes(
     *("llama3_8b_4_layers", 4),
@@ -37,26 +38,41 @@ def model_case(sizes: Sizes) -> Case:
     s = sizes
     num_weights = s.weights_of_products + s.hidden * s.vocabulary
     call = functools.partial(model_call, s)
-    product = dict(dot_general=jax_fp8gemm.dot_general)
+    default, square = jax_fp8gemm.DEEPSEEK_V3, _SQUARE
+    of_linear, of_swiglu = [], []
     return Case(
         labels=dict(name=s.name, tokens=s.tokens, hidden=s.hidden, inter=s.inter),
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, 28 * num_weights),
         config="",
-        build=lambda: call(**product),
+        build=lambda: call(of_linear, **in_linear(default)),
         peers={
-            "fp8_head_swiglu": lambda: call(
-                **product, head_dot_general=jax_fp8gemm.dot_general, make_mlp=_swiglu
-            ),
-            "xla_bf16": call,
+            "square_wgrad": lambda: call(of_linear, **in_linear(square)),
+            "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(default)),
+            "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(square)),
+            "xla_bf16": lambda: call(of_linear),
         },
     )
 
 
-def model_call(sizes: Sizes, **how: Any) -> Call:
+def in_linear(recipe: jax_fp8gemm.Recipe) -> dict[str, Any]:
+    """What makes a Decoder whose Linear but the head multiply in FP8."""
+    return dict(dot_general=functools.partial(jax_fp8gemm.dot_general, recipe=recipe))
+
+
+def everywhere(recipe: jax_fp8gemm.Recipe) -> dict[str, Any]:
+    """The same with the head in FP8, and fp8_nnx.SwiGLU in the place of the MLP."""
+    swiglu = functools.partial(fp8_nnx.SwiGLU, dtype=jnp.bfloat16, recipe=recipe)
+    how = in_linear(recipe)
+    return how | dict(head_dot_general=how["dot_general"], make_mlp=swiglu)
+
+
+def model_call(sizes: Sizes, states: list[Any], **how: Any) -> Call:
     """The compiled step, each on the state of the one before; every kernel counts.
 
-    how: of the Decoder.
+    Args:
+      states: the state that models of the same parameters share, or none yet.
+      how: of the Decoder.
     """
     make = functools.partial(Decoder, sizes, **how)
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
@@ -72,7 +88,8 @@ def model_call(sizes: Sizes, **how: Any) -> Call:
     tokens = jax.random.randint(
         jax.random.key(1), (sizes.sequences, sizes.length + 1), 0, sizes.vocabulary
     )
-    states = [new_state()]
+    if not states:
+        states.append(new_state())
     program = step.lower(states[0], tokens).compile()
 
     def run() -> jax.Array:
@@ -94,7 +111,3 @@ def _loss(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
     forward: Callable[[jax.Array], jax.Array] = nnx.merge(graph, nnx.State(weights))
     logits = forward(tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-def _swiglu(hidden: int, inter: int, rngs: nnx.Rngs) -> nnx.Module:
-    return fp8_nnx.SwiGLU(hidden, inter, dtype=jnp.bfloat16, rngs=rngs)

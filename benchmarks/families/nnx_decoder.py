@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 DotGeneral = Callable[..., jax.Array]
-# (hidden, intermediate, rngs) -> module
-MakeMlp = Callable[[int, int, nnx.Rngs], nnx.Module]
+# (hidden, intermediate, rngs=rngs) -> module
+MakeMlp = Callable[..., nnx.Module]
 _ROPE_BASE = 500_000.0
 
 
@@ -95,7 +95,9 @@ class Layer(nnx.Module):
         norm = lambda: nnx.RMSNorm(sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(sizes, linear)
-        self.mlp = make_mlp(sizes.hidden, sizes.inter, rngs) if make_mlp else Mlp(sizes, linear)
+        self.mlp = (
+            make_mlp(sizes.hidden, sizes.inter, rngs=rngs) if make_mlp else Mlp(sizes, linear)
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))

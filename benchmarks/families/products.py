@@ -74,14 +74,24 @@ def _quantize(shape: Shape, mode: str) -> Case:
         run = jax.jit(functools.partial(quantizer, implementation=implementation))
         return Call(lambda: run(x), jax_queue(), kernel)
 
+    work = quantize_work(shape, num_results, counted)
     return Case(
         labels={"m": m, "n": None, "k": k, "mode": mode},
         shape=shape,
-        work=quantize_work(shape, num_results, counted),
+        work=work,
         config="",
         build=build,
-        peers={"xla": functools.partial(build, "xla", "")},
+        peers={
+            "copy": functools.partial(_copy, work.num_bytes),
+            "xla": functools.partial(build, "xla", ""),
+        },
     )
+
+
+def _copy(num_bytes: int) -> Call:
+    """A copy within the device that reads and writes num_bytes together."""
+    source, copy = normal(1, num_bytes // 4, seed=0), jax.jit(jnp.copy)
+    return Call(lambda: copy(source), jax_queue())
 
 
 _QUANTIZERS: dict[str, Callable[..., Any]] = {

@@ -8,13 +8,15 @@
 - xla_fp8: XLA's rewrite of an FP8 dot_general with a scale for each operand.
 - xla_bf16: jax.lax.dot_general on bf16.
 - xla: of `quantize`, our function in plain JAX.
+- copy: of `quantize`, a copy within the device that reads and writes as many bytes.
 - silu: of `activation`, our kernel of SwiGLU.
 - unused_undefined: of `masked`, our call that leaves unused rows as they are in memory.
 - quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
 - square_once: of `moe`, the same, and weight gradients with 128x128 blocks of lhs.
 - fp8_gate_up: of `moe`, our call that keeps gate_up in FP8 for its backward pass.
 - fp8_head_swiglu: of `model`, our product in the head too, and SwiGLU fused with its quantisation.
-- square_wgrad: of `fsdp`, our step with weight gradients from squares.
+- fp8_head_swiglu_square: the same, and weight gradients from squares.
+- square_wgrad: of `model` and `fsdp`, our step with weight gradients from squares.
 - fp8_combine: of `expert-parallel`, our layer whose results travel back in FP8.
 - copy_engines: of `expert-parallel`, our layer with XLA's flag by which all_to_all copies between
   GPUs of a process without multiprocessors.
@@ -28,9 +30,9 @@
 
 NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
-    *("xla", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
+    *("xla", "copy", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up", "fp8_head_swiglu"),
-    *("square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
+    *("fp8_head_swiglu_square", "square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
 )
 
 

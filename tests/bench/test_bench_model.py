@@ -19,8 +19,9 @@ TINY = Sizes(
     **dict(hidden=128, inter=256, heads=4, kv_heads=2, head_dim=32, vocabulary=384),
     **dict(sequences=2, length=64),
 )
-FP8 = dict(dot_general=jax_fp8gemm.dot_general)
-WITH_HEAD = FP8 | dict(head_dot_general=jax_fp8gemm.dot_general, make_mlp=model._swiglu)
+FP8 = model.in_linear(jax_fp8gemm.DEEPSEEK_V3)
+WITH_HEAD = model.everywhere(jax_fp8gemm.DEEPSEEK_V3)
+SQUARE = model.everywhere(model._SQUARE)
 
 
 def test_flop_of_a_model():
@@ -53,8 +54,13 @@ def _text(**how):
 
 @pytest.mark.parametrize(
     "how, products, of_swiglu",
-    [({}, 0, 0), (FP8, 3 * 7 * 2, 0), (WITH_HEAD, 3 * 4 * 2 + 3 * 2 * 2 + 3, 2)],
-    ids=["bf16", "linear", "head_swiglu"],
+    [
+        ({}, 0, 0),
+        (FP8, 3 * 7 * 2, 0),
+        (WITH_HEAD, 3 * 4 * 2 + 3 * 2 * 2 + 3, 2),
+        (SQUARE, 3 * 4 * 2 + 3 * 2 * 2 + 3, 2),
+    ],
+    ids=["bf16", "linear", "head_swiglu", "square"],
 )
 def test_which_products_are_ours(how, products, of_swiglu):
     # Forward, and the gradients of both operands: seven Linear in each of two layers.
@@ -66,16 +72,25 @@ def test_which_products_are_ours(how, products, of_swiglu):
 
 def test_a_model_trains_as_in_bf16():
     with promotion():
-        calls = [model.model_call(TINY, **how) for how in ({}, FP8, WITH_HEAD)]
+        calls = [model.model_call(TINY, [], **how) for how in ({}, FP8, WITH_HEAD, SQUARE)]
     losses = np.array([[float(call.run()) for _ in range(4)] for call in calls])
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
     # SwiGLU draws gate and up at once, so its initial values are others.
-    np.testing.assert_allclose(losses[2], losses[0], rtol=0.05)
+    np.testing.assert_allclose(losses[2:], losses[[0, 0]], rtol=0.05)
     assert (np.diff(losses) < 0).all()
     assert all(call.peak_bytes is not None and call.kernel == "" for call in calls)
 
 
+def test_models_of_the_same_parameters_share_their_state():
+    states = []
+    with promotion():
+        calls = [model.model_call(TINY, states, **how) for how in ({}, FP8)]
+        losses = [float(calls[i].run()) for i in (0, 1, 0, 1)]
+    assert len(states) == 1 and (np.diff(losses) < 0).all()
+
+
 def test_peers_of_a_model():
     case = model.model_case(dataclasses.replace(TINY, layers=1))
-    assert list(case.peers) == ["fp8_head_swiglu", "xla_bf16"]
+    peers = ["square_wgrad", "fp8_head_swiglu", "fp8_head_swiglu_square", "xla_bf16"]
+    assert list(case.peers) == peers
     assert case.labels["tokens"] == 128
