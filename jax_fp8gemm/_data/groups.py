@@ -76,8 +76,19 @@ def check_rows(op: str, x: object, m: int, group_sizes: arrays.Typed) -> None:
     checks.check_count(op, "m + 127 g", m + (_BLOCK - 1) * group_sizes.shape[0], got)
 
 
+def sizes_as_int32(group_sizes: jax.Array | np.ndarray) -> jax.Array:
+    """Returns integers as int32 that mean the same sizes of groups.
+
+    Those of int32 stay as they are. Whatever reads sizes counts a negative one as 0, and to do that
+    here would be a kernel of its own, 2 us for each product.
+    """
+    if group_sizes.dtype == jnp.int32:
+        return jnp.asarray(group_sizes)
+    return as_int32(group_sizes)
+
+
 def as_int32(x: jax.Array | np.ndarray, lowest: int = 0) -> jax.Array:
-    """Returns integers, such as group_sizes, as int32 >= `lowest`, saturated instead of wrapped."""
+    """Returns integers as int32 >= `lowest`, saturated instead of wrapped."""
     info = jnp.iinfo(x.dtype)
     bounds = max(int(info.min), lowest), min(int(info.max), _INT32_MAX)
     if isinstance(x, np.ndarray):  # int64 that jnp.asarray would wrap

@@ -102,9 +102,9 @@ def ragged_dot(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding
     )
     check_grouped(op, spec)
-    group_sizes, group_offset = jax.tree.map(
-        lambda x: replicate(op, _groups.as_int32(x)), (group_sizes, group_offset)
-    )
+    group_sizes = replicate(op, _groups.sizes_as_int32(group_sizes))
+    if group_offset is not None:
+        group_offset = replicate(op, _groups.as_int32(group_offset))
     lhs, rhs = jax.tree.map(lambda x: settle(op, jnp.asarray(x)), (lhs, rhs))
     out_spec = _out_spec(spec, lhs, rhs, out_sharding)
     groups = _local_groups(group_sizes, group_offset, lhs.shape[0], rhs.shape[0])

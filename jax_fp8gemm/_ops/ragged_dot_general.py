@@ -132,7 +132,7 @@ def ragged_dot_general(
             f"{op}: group_offset must be None in a ragged contraction; "
             f"got group_offset {checks.short_type(group_offset)}. Slice the result instead."
         )
-    sizes = replicate(op, _groups.as_int32(group_sizes))
+    sizes = replicate(op, _groups.sizes_as_int32(group_sizes))
     lhs, rhs = settle(op, lhs), settle(op, rhs)
     out_spec = _out_spec(spec, lhs, rhs, out_sharding)
     spec = with_shardings(spec, lhs, rhs, out_spec)

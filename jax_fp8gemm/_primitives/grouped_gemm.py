@@ -72,7 +72,7 @@ def grouped_gemm(
     Returns:
       (m, n) or (g, max_m, n) array of out_dtype.
     """
-    sizes = groups.as_int32(group_sizes)
+    sizes = groups.sizes_as_int32(group_sizes)
     operands = (*values_and_scale(lhs), *values_and_scale(rhs), sizes, first_row)
     operands = [jnp.asarray(x) for x in operands]
     dtypes = dict(out_dtype=jnp.dtype(out_dtype), reduce_dtype=jnp.dtype(reduce_dtype))

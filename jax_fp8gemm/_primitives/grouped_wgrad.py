@@ -55,7 +55,7 @@ def grouped_wgrad(
     Returns:
       (g, m, n) array of out_dtype; zero, or accum, for an empty group.
     """
-    operands = [*values_and_scale(lhs), *values_and_scale(rhs), groups.as_int32(group_sizes)]
+    operands = [*values_and_scale(lhs), *values_and_scale(rhs), groups.sizes_as_int32(group_sizes)]
     operands += [] if accum is None else [accum]
     operands = [jnp.asarray(x) for x in operands]
     is_2d1d = lhs.block == (_BLOCK, _BLOCK)

@@ -63,7 +63,7 @@ def rows_and_ragged_columns(
 def _quantize(
     x: jax.Array, group_sizes: jax.Array, first_row: jax.Array, mode: str, args: QuantizeArgs
 ) -> tuple[ScaledArray, ...]:
-    operands = jnp.asarray(x), _groups.as_int32(group_sizes), first_row
+    operands = jnp.asarray(x), _groups.sizes_as_int32(group_sizes), first_row
     return bind_in_mode(quantize_ragged_p, operands, mode, args)
 
 

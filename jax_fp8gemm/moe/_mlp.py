@@ -117,7 +117,7 @@ def moe_mlp(
     w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
     operands = (x, w_gate_up, w_down, both)
     x, w_gate_up, w_down, both = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
-    groups = _groups.Groups.of_sizes(replicate(_OP, _groups.as_int32(group_sizes)))
+    groups = _groups.Groups.of_sizes(replicate(_OP, _groups.sizes_as_int32(group_sizes)))
     operands = MlpOperands(*match_varying(x, w_gate_up, w_down, both, groups))
     if not recipe.is_fused:
         return _unfused_mlp(recipe, implementation, activation, pieces, operands)
