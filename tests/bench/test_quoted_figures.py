@@ -40,6 +40,12 @@ def _quotes() -> Iterator[tuple[str, str]]:
     yield "recipes", f"{mlp:.2f} times as long for the MLP of Llama-3-8B"
     steps = step["peers_span_us"]["xla_bf16"] / step["span_us"]
     yield "recipes", f"{steps:.2f} times for a whole training step of a Llama-3-8B block"
+    model = _row("model", name="llama3_8b_4_layers")
+    spans = model["peers_span_us"]
+    yield "recipes", f"Llama-3-8B takes {spans['square_wgrad'] / model['span_us']:.2f} of the time"
+    in_fp8 = spans["xla_bf16"] / model["span_us"], spans["xla_bf16"] / spans["fp8_head_swiglu"]
+    yield "flax", f"bf16 takes {in_fp8[0]:.2f} times as long for a training step"
+    yield "flax", f"it takes {in_fp8[1]:.2f} times as long"
     block = _row("step", name="deepseek_v3_block")
     in_bf16 = block["peers_span_us"]["tokamax"] / block["span_us"]
     yield (
