@@ -195,8 +195,8 @@ def peak_gb(loop, is_ours):
     return call.peak_bytes / GB
 
 
-# XLA of jax 0.10.2 plans 36.77 GB beside 35.40, of 0.11.2 35.05 beside 35.40 (2026-11-29, jax's CUDA
-# wheels of that day). An older day's figures were 36.30 beside 35.17, and 34.94 beside 34.93.
+# On 2026-11-29, with jax's CUDA wheels of that day, XLA of jax 0.10.2 plans 36.77 GB beside 35.40,
+# and of 0.11.2 35.05 beside 35.40. Older figures are 36.30 beside 35.17, and 34.94 beside 34.93.
 SCAN = 1.005 if jax.__version_info__ >= (0, 11) else 1.04
 
 
