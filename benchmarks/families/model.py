@@ -14,14 +14,15 @@ from flax import nnx
 
 import jax_fp8gemm
 from benchmarks.case import Case, peak_bytes
+from benchmarks.families.moe import SQUARE
 from benchmarks.families.nnx_decoder import Decoder, Sizes
 from benchmarks.problem import Shape, Work
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call
+from jax_fp8gemm import DEEPSEEK_V3
 from jax_fp8gemm import nnx as fp8_nnx
 
 _LEARNING_RATE = 3e-4
-_SQUARE = jax_fp8gemm.Recipe(wgrad_lhs_block=(128, 128))
 # Four of the 32 layers of Llama-3-8B, and a quarter of its vocabulary.
 LLAMA3_8B = Sizes(
     *("llama3_8b_4_layers", 4),
@@ -38,18 +39,17 @@ def model_case(sizes: Sizes) -> Case:
     s = sizes
     num_weights = s.weights_of_products + s.hidden * s.vocabulary
     call = functools.partial(model_call, s)
-    default, square = jax_fp8gemm.DEEPSEEK_V3, _SQUARE
     of_linear, of_swiglu = [], []
     return Case(
         labels=dict(name=s.name, tokens=s.tokens, hidden=s.hidden, inter=s.inter),
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, 28 * num_weights),
         config="",
-        build=lambda: call(of_linear, **in_linear(default)),
+        build=lambda: call(of_linear, **in_linear(DEEPSEEK_V3)),
         peers={
-            "square_wgrad": lambda: call(of_linear, **in_linear(square)),
-            "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(default)),
-            "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(square)),
+            "square_wgrad": lambda: call(of_linear, **in_linear(SQUARE)),
+            "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(DEEPSEEK_V3)),
+            "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(SQUARE)),
             "xla_bf16": lambda: call(of_linear),
         },
     )

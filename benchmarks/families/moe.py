@@ -22,7 +22,7 @@ from jax_fp8gemm import moe
 # (x, w_gate_up, w_down, group_sizes) -> out
 Layer = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]
 _LAX_REPEAT = 3  # a step takes up to 0.2 s
-_SQUARE = jax_fp8gemm.Recipe(wgrad_lhs_block=(128, 128))
+SQUARE = jax_fp8gemm.Recipe(wgrad_lhs_block=(128, 128))
 _FP8_GATE_UP = jax_fp8gemm.Recipe(kept_gate_up="fp8")
 
 
@@ -65,7 +65,7 @@ def moe_case(experts: Experts) -> Case:
         build=lambda: call(moe.moe_mlp),
         peers={
             "quantised_once": lambda: call(moe.moe_mlp, is_quantised_once=True),
-            "square_once": lambda: call(with_recipe(_SQUARE), is_quantised_once=True),
+            "square_once": lambda: call(with_recipe(SQUARE), is_quantised_once=True),
             "fp8_gate_up": lambda: call(with_recipe(_FP8_GATE_UP)),
             "lax_ragged_dot": lambda: call(lax, _LAX_REPEAT),
             "lax_ragged_dot_cudnn": lambda: call(lax, _LAX_REPEAT, with_cudnn=True),

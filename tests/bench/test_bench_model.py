@@ -21,7 +21,7 @@ TINY = Sizes(
 )
 FP8 = model.in_linear(jax_fp8gemm.DEEPSEEK_V3)
 WITH_HEAD = model.everywhere(jax_fp8gemm.DEEPSEEK_V3)
-SQUARE = model.everywhere(model._SQUARE)
+SQUARE = model.everywhere(model.SQUARE)
 
 
 def test_flop_of_a_model():
