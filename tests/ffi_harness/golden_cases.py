@@ -253,8 +253,6 @@ def _grouped_contraction(
 # Quantisers
 
 _SHORT_TYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
-
-
 _SWIGLUS = ("swiglu", "swiglu_grad", "weighted_swiglu_grad")
 
 
@@ -265,7 +263,6 @@ def _quantize_cases() -> list[Case]:
     for activation in ACTIVATIONS:
         configs += quantize_config.activation_configs(activation, **how)
     for config in configs:
-        config = {name: int(value) for name, value in config.items()}
         mode = quantize_config.MODES[config["mode"]]
         source = quantize_config.SOURCES[config["source"]]
         dtype, ragged = _SHORT_TYPES[config["input"]], " ragged" if config["ragged"] else ""
@@ -294,13 +291,13 @@ def _many_tiles() -> list[Case]:
                 config = quantize_config.attributes(
                     mode, "bfloat16", **how, is_padded=False, is_paired=is_paired, source=source
                 )
-                config = {name: int(value) for name, value in config.items()}
                 name = f"quantize {source} ragged{' paired' * is_paired} {mode} bf16 {m}x{f}"
                 cases.append(_quantize(name, config, (), m, f * (1 + is_grad), 8))
     return cases
 
 
 def _quantize(name: str, config: dict, batch: tuple[int, ...], m: int, k: int, g: int) -> Case:
+    config = {name: int(value) for name, value in config.items()}
     source = quantize_config.SOURCES[config["source"]]
     dtype, num_sources = _SHORT_TYPES[config["input"]], 1000
     args: dict[str, tuple[str, tuple[int, ...]]] = {}
