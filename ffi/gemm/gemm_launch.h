@@ -29,7 +29,7 @@ struct GemmParams {
   const int32_t* first_row;
   int32_t* next_tile;  // groups of rows: to be 0
   int32_t first_part;
-  int32_t clears_rest;  // groups of rows that follow each other
+  int32_t clears_rest;  // groups of rows: whether the kernel clears rows of no group
   void* out_scale;      // gated: of h
 };
 static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);

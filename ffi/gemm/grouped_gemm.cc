@@ -14,6 +14,9 @@
 namespace jax_fp8gemm {
 namespace {
 
+// Values of clears_unused.
+constexpr int32_t kInKernel = 1, kByFill = 2;
+
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                    ffi::AnyBuffer rhs, ffi::AnyBuffer rhs_scale, ffi::AnyBuffer group_sizes,
                    ffi::AnyBuffer first_row, ffi::Result<ffi::AnyBuffer> out,
@@ -29,19 +32,20 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                                       group_sizes, first_row, *next_tile};
     FFI_RETURN_IF_ERROR(CheckGroupedOperands(kOp, config, operands, n));
     FFI_RETURN_IF_ERROR(CheckBuffer(kOp, "out", *out, OutType(config), {m, n}));
-    const bool is_flag = clears_unused == 0 || clears_unused == 1;
-    if ((rows_per_group != 0 && g * rows_per_group != m) || !is_flag || config.gated) {
-      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, clears_unused 0 or 1, and ",
-                             "config not gated; got rows_per_group ", rows_per_group, ", lhs ",
-                             ShapeText(lhs), ", group_sizes ", ShapeText(group_sizes),
-                             ", clears_unused ", clears_unused, ", gated ", config.gated);
+    const bool is_masked = rows_per_group != 0;
+    const bool can_clear = clears_unused >= 0 && clears_unused <= (is_masked ? kByFill : kInKernel);
+    if ((is_masked && g * rows_per_group != m) || !can_clear || config.gated) {
+      return InvalidArgument(kOp, ": rows_per_group must be 0 or m / g, clears_unused 0, 1 or, ",
+                             "with rows_per_group, 2, and config not gated; got rows_per_group ",
+                             rows_per_group, ", lhs ", ShapeText(lhs), ", group_sizes ",
+                             ShapeText(group_sizes), ", clears_unused ", clears_unused, ", gated ",
+                             config.gated);
     }
     GemmParams params = GroupedParams(config, operands, *out, n);
     params.rows_per_group = rows_per_group;
-    params.clears_rest = rows_per_group == 0 && clears_unused == 1;
+    params.clears_rest = clears_unused == kInKernel;
     FFI_RETURN_IF_ERROR(Clear(params.next_tile, 1, stream));
-    // In the masked form the kernel stores the rows of the groups alone.
-    if (rows_per_group > 0 && clears_unused == 1) {
+    if (clears_unused == kByFill) {
       FFI_RETURN_IF_ERROR(Clear(params.out, out->size_bytes() / 4, stream));
     }
     return LaunchGrouped(config, operands, params, stream);

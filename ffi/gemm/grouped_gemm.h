@@ -9,8 +9,10 @@
 //   rhs_scale    (g n/128, k/128)  f32, row-major; n/128 rounded up for each group
 //   group_sizes  (g)               s32, any values
 //   first_row    (1)               s32, any value
-// Attribute clears_unused: 1 if the rows of no group are to be zeros, 0 if they may stay as they
-// are in memory. A fill clears those of the masked form, the kernel those of the other one.
+// Attribute clears_unused: what makes the rows of no group zeros: 0 nothing, so they stay as they
+// are in memory; 1 the kernel, while it multiplies; 2 a fill before the kernel, of the whole of
+// out, in the masked form alone. A fill is faster where the product waits for memory.
+//
 // Results: out (m, n), bf16 or f32; next_tile (1), s32, what the kernel counts its tiles in.
 //
 // Limits as for jax_fp8gemm_gemm, and 1 to 1024 groups. Whatever the sizes, the kernel stays inside

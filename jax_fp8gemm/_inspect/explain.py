@@ -15,10 +15,9 @@ from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
 from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
-from jax_fp8gemm._primitives.grouped_gemm import rows_of_tiles
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
-from jax_fp8gemm._tuning import choose, cost, gated_config
+from jax_fp8gemm._tuning import choose, cost, gated_config, masked_rows
 from jax_fp8gemm._tuning.tile import TileConfig
 
 
@@ -174,7 +173,7 @@ def _exchanged(m: int, n: int, spec: dict[str, bool]) -> tuple[int, int]:
 
 def _grouped_gemm(operands: list[Any], params: dict[str, Any]):
     (*rows, k), (g, n, _) = operands[0].shape, operands[2].shape
-    m = rows_of_tiles(*rows, expected_rows=params["expected_rows"])
+    m = masked_rows.rows_of_tiles(*rows, expected_rows=params["expected_rows"])
     spec = _spec(params, is_1d1d=False, accumulate=False)
     return _grouped(m, n, k, g, 2 * m * n * k, spec)
 

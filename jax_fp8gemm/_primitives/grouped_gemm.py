@@ -30,7 +30,7 @@ from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
 from jax_fp8gemm._sharding.rule import PartitionRule
-from jax_fp8gemm._tuning import choose, tile_config
+from jax_fp8gemm._tuning import choose, masked_rows, tile_config
 from jax_fp8gemm._tuning.tile import operand_formats
 
 UnusedRows = Literal["zero", "undefined"]
@@ -81,14 +81,6 @@ def grouped_gemm(
     out_specs = None if out_spec is None else [out_spec]
     how: dict[str, Any] = dict(implementation=implementation, out_specs=out_specs)
     return grouped_gemm_p(*operands, twins=twins_of_rhs(rhs), **how, **params)[0]
-
-
-def rows_of_tiles(*rows: int, expected_rows: int | None) -> int:
-    """Returns the rows of all groups that tiles are chosen for, of lhs (*rows, k)."""
-    if len(rows) == 1 or expected_rows is None:
-        return math.prod(rows)
-    g, max_m = rows
-    return g * min(expected_rows, max_m)
 
 
 def shape_rule(
@@ -182,13 +174,16 @@ def _ffi_call(
     rhs, rhs_scale = (x.reshape(-1, x.shape[-1]) for x in (rhs, rhs_scale))
     spec = dict(is_1d1d=False, out_f32=out_dtype == jnp.float32, accumulate=False)
     num_sms = max(2, extension.num_sms() - spare_sms)
-    expected = rows_of_tiles(*batch, expected_rows=expected_rows)
+    expected = masked_rows.rows_of_tiles(*batch, expected_rows=expected_rows)
     config = choose.choose(expected, n, k, g, **spec, num_sms=num_sms).attributes(
         **spec,
         **operand_formats(lhs, rhs),
         num_sms=num_sms,
         grouping=tile_config.GROUPED_ROWS,
     )
+    clears = masked_rows.LEFT
+    if unused_rows == "zero":
+        clears = masked_rows.how_to_clear(*batch, expected_rows=expected_rows)
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major, vector = (0, 1), (1, 0), (0,)
     out, _ = jax.ffi.ffi_call(
@@ -205,7 +200,7 @@ def _ffi_call(
         first_row,
         config=config,
         rows_per_group=np.int32(batch[1] if len(batch) == 2 else 0),
-        clears_unused=np.int32(unused_rows == "zero"),
+        clears_unused=np.int32(clears),
     )
     return [out[:, :n].reshape(*batch, n)]
 

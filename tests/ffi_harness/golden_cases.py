@@ -52,14 +52,14 @@ class Case:
     args: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rets: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     rows_per_group: int | None = None
-    clears_unused: bool = True  # given beside rows_per_group
+    clears_unused: int = 1  # given beside rows_per_group
 
     def text(self) -> str:
         """The case in the harness's format."""
         lines = [f"case {self.name}", f"op {self.op}"]
         if self.rows_per_group is not None:
             lines.append(f"rows_per_group {self.rows_per_group}")
-            lines.append(f"clears_unused {int(self.clears_unused)}")
+            lines.append(f"clears_unused {self.clears_unused}")
         lines.append(f"config {config_text(self.config)}")
         for kind, buffers in (("arg", self.args), ("ret", self.rets)):
             for name, (dtype, dims) in buffers.items():
@@ -174,9 +174,10 @@ def _grouped_cases() -> list[Case]:
             name = f"grouped rows {_tile_name(config)} {out}, {form}, {g} groups"
             case = _grouped_rows(name, config, out, m, g)
             cases.append(replace(case, rows_per_group=rows_per_group))
-    masked = replace(cases[-1], name="grouped rows, unused rows left", clears_unused=False)
-    ragged = replace(cases[-2], name="grouped rows, 8192 rows, unused left", clears_unused=False)
-    cases += [masked, ragged]
+    masked = replace(cases[-1], name="grouped rows, unused rows left", clears_unused=0)
+    ragged = replace(cases[-2], name="grouped rows, 8192 rows, unused left", clears_unused=0)
+    filled = replace(cases[-1], name="grouped rows, unused rows filled before", clears_unused=2)
+    cases += [masked, ragged, filled]
     for activation, e5m2 in product(("silu", *ACTIVATIONS), (False, True)):
         cases.append(_gated(activation, 65536, 16, e5m2=e5m2))
     for m in (4001, 4100):

@@ -97,8 +97,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
                 "a warpgroup for each consumer and one for the producer");
   check.Require(params.raster >= 1, "raster must be positive");
   check.Require(params.first_part >= 0, "first_part must not overflow");
-  const bool clears_rest =
-      c.op == &kGroupedGemm && c.attributes.rows_per_group == 0 && c.attributes.clears_unused == 1;
+  const bool clears_rest = c.op == &kGroupedGemm && c.attributes.clears_unused == 1;
   check.Require(params.clears_rest == clears_rest, "clears_rest must follow the attributes");
 }
 
@@ -216,8 +215,7 @@ std::string WorkFault(const Case& c, const fake::Work& work) {
                                                    : CheckGemm;
     check_launch(c, launch, check);
   }
-  const bool clears_out =
-      c.attributes.rows_per_group.value_or(0) != 0 && c.attributes.clears_unused == 1;
+  const bool clears_out = c.op == &kGroupedGemm && c.attributes.clears_unused == 2;
   const bool counts_tiles = c.op == &kGroupedGemm || c.op == &kGroupedGatedGemm;
   const size_t num_memsets = counts_tiles ? 1 + clears_out : 0;
   check.Require(work.memsets.size() == num_memsets, "fills: of next_tile and of a masked out");

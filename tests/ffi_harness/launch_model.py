@@ -95,7 +95,6 @@ def _gemm(case: Case) -> dict:
     if c["grouping"] == 1:
         n = 2 * case.rets["h"][1][1] if c["gated"] else case.rets["out"][1][1]
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0
-    clears_out = bool(case.rows_per_group) and case.clears_unused
     name_if = lambda name, condition: name if condition else None
     params = _tensor_maps(case) | {
         "lhs_scale": "lhs_scale",
@@ -112,9 +111,7 @@ def _gemm(case: Case) -> dict:
         "group_sizes": name_if("group_sizes", c["grouping"]),
         "first_row": name_if("first_row", c["grouping"] == 1),
         "next_tile": name_if("next_tile", c["grouping"] == 1),
-        "clears_rest": int(
-            c["grouping"] == 1 and not (case.rows_per_group or c["gated"]) and case.clears_unused
-        ),
+        "clears_rest": int(c["grouping"] == 1 and not c["gated"] and case.clears_unused == 1),
     }
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],
@@ -122,7 +119,7 @@ def _gemm(case: Case) -> dict:
         "cluster": c["cluster_m"] * c["cluster_n"] * c["cluster_k"],
         "zeroed": [
             *(["next_tile"] if c["grouping"] == 1 else []),
-            *(["out"] if clears_out else []),
+            *(["out"] if case.clears_unused == 2 else []),
         ],
         "params": params,
     }

@@ -68,6 +68,7 @@ void AddGroupedRows(Random& random, Case& c) {
   c.attributes.clears_unused = random.PickOf({0, 1});
   if (random.Chance(0.4)) {
     c.attributes.rows_per_group = random.PickOf({1, 4, 8, 64, 100, 128, 256});
+    c.attributes.clears_unused = random.PickOf({0, 1, 2});
     m = g * *c.attributes.rows_per_group;
     // A row of scales stays below 2^31 of them.
     k = std::min<int64_t>(k, 16384);

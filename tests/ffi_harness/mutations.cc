@@ -79,7 +79,7 @@ void MutateAttributes(Random& random, Attributes& attributes) {
       return;
     case 3:
       attributes.rows_per_group = random.PickOf({-1, 0, 1, 3, 128, INT32_MAX, INT32_MIN});
-      attributes.clears_unused = random.PickOf({-1, 0, 1, 2, INT32_MAX});
+      attributes.clears_unused = random.PickOf({-1, 0, 1, 2, 3, INT32_MAX});
       return;
     case 4:
       attributes.rows_per_group.reset();

@@ -189,16 +189,25 @@ def test_public_results_of_groups_that_follow_each_other_are_always_zero_in_unus
         scaled_ragged_dot(lhs, rhs, int32((1, 2, 3)), unused_rows="undefined")
 
 
-@pytest.mark.parametrize("operands", [masked, lambda m, g: dot_operands(m, 24, 140, g)])
-def test_only_zero_rows_are_cleared(operands):
-    """What the lowered call says to the launch code."""
-    lhs, rhs = operands(9, 3)
+@pytest.mark.parametrize(
+    "operands, expected_rows, clears",
+    [
+        (dot_operands(9, 24, 140, 3), None, 1),
+        (masked(9, 3), None, 2),
+        (masked(161, 3), None, 1),
+        (masked(161, 3), 160, 1),
+        (masked(161, 3), 159, 2),
+    ],
+)
+def test_zero_rows_are_cleared_where_that_costs_least(operands, expected_rows, clears):
+    """What the lowered call says to the launch code: 1 by the kernel, 2 by a fill, 0 not at all."""
     first_row = jnp.zeros((1,), jnp.int32)
-    for unused, clears in (("zero", 1), ("undefined", 0)):
-        dot = jax.jit(functools.partial(grouped_gemm, unused_rows=unused, out_dtype=jnp.float32))
-        traced = dot.trace(lhs, rhs, int32((1, 2, 3)), first_row)
+    for unused, expected in (("zero", clears), ("undefined", 0)):
+        how = dict(unused_rows=unused, expected_rows=expected_rows, out_dtype=jnp.float32)
+        dot = jax.jit(functools.partial(grouped_gemm, **how))
+        traced = dot.trace(*operands, int32((1, 2, 3)), first_row)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert f"clears_unused = {clears} : i32" in text
+        assert f"clears_unused = {expected} : i32" in text
 
 
 @pytest.mark.parametrize("implementation", ["xla", "emulate"])

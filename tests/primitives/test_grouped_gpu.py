@@ -144,13 +144,21 @@ def test_tiles_of_every_height_give_the_same_bits(formats, out_dtype, rest):
     assert_same(wide, narrow)
 
 
+def _free_nan(shape, dtype):
+    """Frees NaNs of a result's size: where memory is used again, what no kernel stores is NaN."""
+    jax.block_until_ready(jnp.full(shape, jnp.nan, dtype)).delete()
+
+
+@pytest.mark.parametrize("expected_rows", [None, 8])  # cleared by the kernel, and by a fill
 @sizes_cases
-def test_masked_groups_have_the_bits_of_their_own_products(sizes):
-    g, max_m, n, k = 8, 133, 384, 512
+def test_masked_groups_have_the_bits_of_their_own_products(sizes, expected_rows):
+    g, max_m, n, k = 8, 163, 384, 512
     lhs = jf.quantize(_normal((g, max_m, k), 0))
     rhs = jf.quantize(_normal((g, n, k), 1), block=(128, 128))
     group_sizes = jnp.asarray(sizes, jnp.int32)
-    out = jf.scaled_ragged_dot(lhs, rhs, group_sizes, implementation="cuda")
+    how = dict(expected_rows=expected_rows, implementation="cuda")
+    _free_nan((g, max_m, n), jnp.bfloat16)
+    out = jf.scaled_ragged_dot(lhs, rhs, group_sizes, **how)
     for i, size in enumerate(sizes):
         size = min(max(size, 0), max_m)
         rows = jf.ScaledArray(lhs.values[i], lhs.scale[i])
@@ -158,11 +166,29 @@ def test_masked_groups_have_the_bits_of_their_own_products(sizes):
         expected = jf.scaled_matmul(rows, weights, implementation="cuda")
         assert_same(out[i, :size], expected[:size], f"group {i}")
         assert not np.any(np.asarray(bits(out[i, size:])))
-    left = jf.scaled_ragged_dot(
-        lhs, rhs, group_sizes, unused_rows="undefined", implementation="cuda"
-    )
+    left = jf.scaled_ragged_dot(lhs, rhs, group_sizes, unused_rows="undefined", **how)
     is_valid = np.arange(max_m) < np.asarray(sizes)[:, None]
     assert_same(np.asarray(left)[is_valid], np.asarray(out)[is_valid], "rows of groups")
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("g,max_m,n", [(3, 3000, 1032), (1024, 162, 64), (1, 200, 8), (40, 161, 8)])
+def test_the_kernel_clears_every_unused_row(g, max_m, n, out_dtype):
+    """Results of many pieces and of few, and ends of rows anywhere in a piece."""
+    k = 256
+    lhs = jf.quantize(_normal((g, max_m, k), 0))
+    rhs = jf.quantize(_normal((g, n, k), 1), block=(128, 128))
+    used = np.random.default_rng(0).integers(-1, max_m + 2, g)
+    used[0] = 0
+    for sizes in (used, np.zeros(g)):
+        group_sizes = jnp.asarray(sizes, jnp.int32)
+        how = dict(out_dtype=out_dtype, implementation="cuda")
+        _free_nan((g, max_m, n), out_dtype)
+        out = jf.scaled_ragged_dot(lhs, rhs, group_sizes, **how)
+        left = jf.scaled_ragged_dot(lhs, rhs, group_sizes, unused_rows="undefined", **how)
+        is_valid = np.arange(max_m) < sizes[:, None]
+        assert_same(np.asarray(out)[is_valid], np.asarray(left)[is_valid], "rows of groups")
+        assert not np.any(np.asarray(bits(out))[~is_valid])
 
 
 @sizes_cases

@@ -10,7 +10,8 @@
 // Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
 //   producer   the last warpgroup; warp 0, one lane: everything that is copied in bulk, or half of
-//              it, and warp 2 the other half; warp 1: single scales; the others idle
+//              it, and warp 2 the other half; warp 1: single scales; warp 3: zeros of unused rows
+//              (row_clearer.cuh)
 //
 // Pipelines:
 //   full[stage]   arrivals: full_arrivals(), and the copied bytes; awaited by the consumers
@@ -42,6 +43,7 @@
 
 #include "gemm/bulk_loader.cuh"
 #include "gemm/consumer.cuh"
+#include "gemm/row_clearer.cuh"
 #include "gemm/scale_writer.cuh"
 #include "gemm/scheduler.cuh"
 
@@ -95,6 +97,8 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
       }
     } else if (warp == 1 && writes_scales) {
       ScaleWriter<Config, Scheduler>{params, shared}.run();
+    } else if (warp == 3) {
+      clear_unused_rows<Config>(params, shared);
     }
   } else {
     if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();

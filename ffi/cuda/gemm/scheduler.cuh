@@ -80,7 +80,7 @@ struct DenseScheduler : StaticWalk<Config> {
   }
 };
 
-// Walks the tiles of every group of rows and then, if clears_rest says so, those of the rows of no
+// Walks the tiles of every group of rows and then, if the table has them, those of the rows of no
 // group, which are stored as zeros. A tile never spans two groups.
 template <typename Config>
 struct RaggedScheduler : DynamicWalk {
@@ -170,8 +170,9 @@ __device__ __forceinline__ void init_queue(SharedStorage& shared) {
 template <typename Config, typename SharedStorage>
 __device__ __forceinline__ void fill_groups(const GemmParams& params, SharedStorage& shared) {
   if constexpr (grouping_of<Config>() == Grouping::kRows) {
+    const bool with_rest = params.clears_rest != 0 && params.rows_per_group == 0;
     shared.groups.fill(params.group_sizes, params.first_row, params.num_groups, params.lhs_rows,
-                       params.rows_per_group, Config::kBlockM, 0xffffffff, params.clears_rest != 0);
+                       params.rows_per_group, Config::kBlockM, 0xffffffff, with_rest);
   } else if constexpr (grouping_of<Config>() == Grouping::kContraction) {
     shared.groups.fill(params.group_sizes, nullptr, params.num_groups, params.k, 0, 128,
                        params.k / 128, false);

@@ -30,7 +30,7 @@ struct GemmParams {
   const int* first_row;
   int* next_tile;    // groups of rows: 0, for TileQueue
   int first_part;    // Tile::kCutsLast: see DenseScheduler
-  int clears_rest;   // groups of rows that follow each other: whether other rows become zeros
+  int clears_rest;   // groups of rows: whether the kernel clears rows of no group
   float* out_scale;  // kIsGated: [n/256][m]
 };
 
