@@ -17,6 +17,7 @@ import jax
 from benchmarks.case import Case
 from benchmarks.families.all_cases import cases_of
 from benchmarks.options import RESULTS
+from benchmarks.pages.results import ratio_of_products
 from benchmarks.problem import parse_shape
 from benchmarks.provenance import source_commit
 from benchmarks.report import Row, document, write_json
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     entry = {}
     for entry in _entries(arguments.families, is_dry, rounds):
         write_json(out, merged(content, entry))  # so that no later family can lose this one
-    has_all = all(row["peers"] for row in entry["rows"])
+    has_all = all(PEER in row["peers"] for row in entry["rows"])
     return 0 if is_dry or (has_all and not entry["machines"][0]["failed_rows"]) else 1
 
 
@@ -112,7 +113,7 @@ def _entries(families: Sequence[str], is_dry: bool, rounds: Rounds) -> Iterator[
     rows: list[dict[str, Any]] = []
     failed: list[Any] = []
     for family in families:
-        options = Options(rounds, peers=(PEER,))
+        options = Options(rounds, peers=(PEER, "unused_undefined"))
         outcome = run(family.replace("-", "_"), _cases(family, is_dry), options, device)
         rows += [{"machine": machine} | _short(row) for row in outcome.rows]
         failed += outcome.failed
@@ -137,6 +138,6 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of each family the geometric mean of DeepGEMM's time over ours."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        if PEER in row["peers"]:
-            ratios.setdefault(row["family"], []).append(row["peers"][PEER] / row["us"])
+        if ratio := ratio_of_products(row, PEER):
+            ratios.setdefault(row["family"], []).append(ratio)
     return {family: round(geometric_mean(of) or 0.0, 4) for family, of in ratios.items()}

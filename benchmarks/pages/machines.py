@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.pages.results import Document, Row, labels_of, load, ratio
+from benchmarks.pages.results import Document, Row, labels_of, load, ratio_of_products
 from benchmarks.pages.tables import commit_text, markdown
 from benchmarks.summary import geometric_mean
 
@@ -53,12 +53,13 @@ def _line(family: str, rows: Sequence[Row]) -> Sequence[object] | None:
 
 def _by_machine(family: str, rows: Iterable[Row]) -> list[list[float]]:
     """Of each machine the ratios of those rows that all of these machines have, in one order."""
-    own = [row for row in rows if row["family"] == family and ratio(row, _PEER) is not None]
-    labels = [label for label in labels_of(own) if label != "machine"]
+    of_family = (row for row in rows if row["family"] == family)
+    own = [(row, value) for row in of_family if (value := ratio_of_products(row, _PEER))]
+    labels = [label for label in labels_of([row for row, _ in own]) if label != "machine"]
     found: dict[str, dict[tuple[object, ...], float]] = {}
-    for row in own:
+    for row, value in own:
         key = tuple(row.get(label) for label in labels)
-        found.setdefault(row["machine"], {})[key] = ratio(row, _PEER) or 0.0
+        found.setdefault(row["machine"], {})[key] = value
     common = [
         key for key in next(iter(found.values()), ()) if all(key in of for of in found.values())
     ]

@@ -10,6 +10,7 @@ from benchmarks.pages.results import (
     mean_ratio,
     ratio,
     ratio_of_all,
+    ratio_of_products,
 )
 
 _PRODUCTS = ((4096, 4096, 7168), (8192, 8192, 8192), (64, 7168, 16384))
@@ -65,7 +66,7 @@ def means_text(prefix: str = "") -> str:
     ):
         document = load(prefix + table)
         rows = document["rows"] if document else []
-        mean = mean_ratio(rows, "deepgemm")
+        mean = mean_ratio(rows, "deepgemm", ratio_of_products)
         if mean is None:
             continue
         text = f"- {title}: {mean:.2f}x"

@@ -61,6 +61,14 @@ def test_lost_rows_are_counted(folder):
     assert readme.means_text() == "- dense: 0.90x; 0.64x with every kernel of both calls"
 
 
+def test_products_are_compared_without_what_clears_unused_rows(folder):
+    """12 of our 15 us are the product, which takes DeepGEMM 18; a fill takes 5 more."""
+    peers = dict(unused_undefined=12.0, deepgemm=18.0)
+    write(folder, "masked", [ROW | dict(us=15.0, all_us=20.0, peers=peers, peers_all_us=peers)])
+    (folder / "dense.json").unlink()
+    assert readme.means_text() == "- masked: 1.50x; 0.90x with every kernel of both calls"
+
+
 def test_readme_has_the_rows_that_there_are(folder):
     assert len(readme.readme_table().splitlines()) == 2
     write(folder, "dense", [ROW | dict(m=4096, n=4096, k=7168)])
