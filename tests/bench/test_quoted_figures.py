@@ -62,7 +62,8 @@ def _quotes() -> Iterator[tuple[str, str]]:
     yield "migration/lax", f"{min(lax):.0f} to {max(lax):.0f} times as long"
     layers = _ratios("moe", "tokamax")
     yield "migration/tokamax", f"{min(layers):.2f} to {max(layers):.2f} times as long"
-    cleared = [100 * (row["all_us"] / row["us"] - 1) for row in _rows("masked")]
+    product = lambda row: row["peers"]["unused_undefined"]
+    cleared = [100 * (row["all_us"] / product(row) - 1) for row in _rows("masked")]
     yield "migration/deepgemm", f"{min(cleared):.0f} to {max(cleared):.0f} % longer"
 
 
