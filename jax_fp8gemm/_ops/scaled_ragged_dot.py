@@ -47,8 +47,9 @@ def scaled_ragged_dot(
         there, which saves g * max_m * n elements of memory traffic. For callers that never read
         these rows.
       expected_rows: of the masked form alone, the rows that a group has on average. The kernel's
-        tiles are chosen for it, and no bit depends on it. None, or more than max_m: max_m. Where
-        few groups have far fewer rows, tiles for those occupy more multiprocessors.
+        tiles are chosen for it, and whether the kernel stores zeros or a fill before it. No bit
+        depends on it. None, or more than max_m: max_m. Where few groups have far fewer rows, tiles
+        for those occupy more multiprocessors.
       out_dtype: bfloat16 or float32.
       implementation: as for scaled_matmul.
     Returns:
