@@ -127,10 +127,19 @@ def check_min_ndim(op: str, name: str, x: Typed, ndim: int, layout: str) -> None
 
 
 def check_count(op: str, what: str, count: int, got: object) -> None:
-    """Raises ValueError unless int32 can number `count` things, such as rows."""
-    if count >= 2**31:
+    """Raises ValueError unless int32 can number `count` things, such as rows.
+
+    count: of a program for all sizes, a symbolic number, whose constraints must bound it.
+    """
+    hint = ""
+    try:
+        is_small = count < 2**31
+    except jax.errors.InconclusiveDimensionOperation:
+        is_small = False
+        hint = 'Give jax.export.symbolic_shape a bound, such as constraints=["m <= 65536"].'
+    if not is_small:
         got = got if isinstance(got, str) else short_type(got)
-        raise ValueError(f"{op}: {what} must be below 2^31; got {count}, {got}")
+        raise ValueError(f"{op}: {what} must be below 2^31; got {count}, {got}{_then(hint)}")
 
 
 def check_same_k(

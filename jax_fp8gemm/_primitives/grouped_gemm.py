@@ -164,6 +164,12 @@ def _ffi_call(
 ):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros."""
     (*batch, k), (g, n, _) = lhs.shape, rhs.shape
+    if not all(isinstance(extent, int) for extent in (g, *batch[1:])):
+        raise ValueError(
+            "grouped_gemm: g and, of lhs (g, max_m, k), max_m must be numbers in a program for "
+            f"GPUs; got lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}. Rows that "
+            "follow each other, lhs (m, k), may be any number."
+        )
     if 0 in (*batch, n, k):
         return [jnp.zeros((*batch, n), out_dtype)]
     pad_k, pad_n = -k % 16, -n % 8

@@ -8,7 +8,17 @@ import pytest
 import reference
 from errors import raises, without_annotation_checks
 
-from jax_fp8gemm import EXPORT_CHECKS, FallbackWarning, Recipe, matmul, moe, quantize, ragged_dot
+from jax_fp8gemm import (
+    EXPORT_CHECKS,
+    FallbackWarning,
+    Recipe,
+    ScaledArray,
+    matmul,
+    moe,
+    quantize,
+    ragged_dot,
+    scaled_ragged_dot,
+)
 
 K, N = 256, 384
 W = jnp.cos(jnp.arange(2.0 * K * N)).reshape(2, K, N)
@@ -59,3 +69,41 @@ def test_what_a_symbolic_number_of_rows_does_not_have():
     call = gradients(lambda x, w: matmul(x, w[0], recipe=BF16_INVARIANT))
     with without_annotation_checks(), raises(NotImplementedError, match="a known number of elem"):
         jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((m, K), jnp.float32))
+
+
+def export_scaled_ragged_dot(lead, g, platform):
+    """Exports the product of lhs (*lead, K) with g matrices."""
+    of = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+    def call(x, x_scale, w, w_scale, sizes):
+        lhs, rhs = ScaledArray(x, x_scale), ScaledArray(w, w_scale, block=(128, 128))
+        return scaled_ragged_dot(lhs, rhs, sizes)
+
+    operands = (
+        *(of((*lead, K), jnp.float8_e4m3fn), of((*lead, K // 128))),
+        *(of((g, N, K), jnp.float8_e4m3fn), of((g, N // 128, K // 128))),
+        of((g,), jnp.int32),
+    )
+    with without_annotation_checks():
+        return jax.export.export(
+            jax.jit(call), platforms=(platform,), disabled_checks=EXPORT_CHECKS
+        )(*operands)
+
+
+def test_rows_of_groups_need_a_bound():
+    (m,) = jax.export.symbolic_shape("m")
+    message = r"m \+ 127 g must be below 2\^31; got m \+ 1016, .*constraints=\[\"m <= 65536\"\]"
+    with raises(ValueError, match=message):
+        export_scaled_ragged_dot((m,), 8, "cuda")
+
+
+@pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.FallbackWarning")
+def test_only_the_reference_has_a_masked_form_of_any_size():
+    """Its kernel is told the number of groups, and the rows of each."""
+    (m,) = jax.export.symbolic_shape("m", constraints=["m <= 4096"])
+    (g,) = jax.export.symbolic_shape("g", constraints=["g <= 64"])
+    assert export_scaled_ragged_dot((m,), 8, "cuda")
+    for lead, groups in (((8, m), 8), ((g, 16), g)):
+        with raises(ValueError, match="grouped_gemm: g and, of lhs .*, max_m must be numbers"):
+            export_scaled_ragged_dot(lead, groups, "cuda")
+        assert export_scaled_ragged_dot(lead, groups, "cpu")
