@@ -18,7 +18,7 @@ struct RowClearer {
   static constexpr int kPieceBytes = 4096;
   static constexpr int kStepBytes = 32 * sizeof(uint4);  // of a warp
   // Of a k-block of a tile: 5/4 of what the tensor cores need, 4096 multiplications a clock. With
-  // 3/2 zeros came after the end of long products, which took 2 to 15 % longer.
+  // 3/2 long products took 2 to 15 % longer.
   static constexpr int kBlockClocks = Config::kBlockM * Config::kBlockN * 128 / 4096 * 5 / 4;
   static constexpr int kMaxPeriod = 1 << 20;
 
