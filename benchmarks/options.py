@@ -58,7 +58,7 @@ def table_name(arguments: argparse.Namespace, num_gpus: int) -> str:
     num_gpus: of a family that runs on all of them.
     """
     parts = [arguments.family.replace("-", "_")]
-    if arguments.rows in ("held-out", "random", "curve", "short"):
+    if arguments.rows in ("held-out", "random", "curve", "short", "narrow"):
         parts.append(arguments.rows.replace("-", "_"))
     parts += ["regret"] if arguments.regret else []
     parts += ["exchanges"] if arguments.exchange else []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.problem import LARGE_M, SMALL_M, GroupedShape, Shape
 
-ROW_SETS = ("all", "small", "large", "held-out", "random", "curve", "short")
+ROW_SETS = ("all", "small", "large", "held-out", "random", "curve", "short", "narrow")
 _SEED = 20261123
 
 # DeepSeek-V3's layers at inference and training sizes.
@@ -67,6 +67,10 @@ MODELS = {
 }
 _SHORT = ((1, 2112, 7168), (8, 7168, 2048), (16, 4096, 7168), (64, 2112, 7168))
 _SHORT += ((128, 7168, 2048), (256, 4096, 7168))
+# Few rows and columns: a latent of DeepSeek-V3, keys or values of Llama-3-8B, Qwen3-32B and
+# Llama-3-70B, and of the last on one of eight GPUs.
+_NARROW_NK = ((576, 7168), (1024, 4096), (1024, 5120), (1024, 8192), (128, 8192))
+_NARROW = tuple((m, n, k) for n, k in _NARROW_NK for m in (1, 8, 32, 64))
 _CURVE_M = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _CURVE_M += (6144, 8192, 12288, 16384)
 _CURVE_GROUPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -88,6 +92,8 @@ def row_shapes(
         return _curve(family)
     if rows == "short":
         return [Shape(*dims) for dims in _SHORT] if family == "dense" else []
+    if rows == "narrow":
+        return [Shape(*dims) for dims in _NARROW] if family == "dense" else []
     shapes = _default_shapes(family, sustained)
     if rows == "small":
         return [shape for shape in shapes if shape.m <= SMALL_M]

@@ -40,12 +40,17 @@ PIECES: dict[str, list[Step]] = {
         _step("host", 3, "host"),
     ],
     "2": [
-        _warm("held-out", 56, "dense:held-out ragged:held-out masked:held-out dense:short"),
+        _warm(
+            "held-out",
+            56,
+            "dense:held-out ragged:held-out masked:held-out dense:short dense:narrow",
+        ),
         _step("dense-held-out", 109, f"dense --rows held-out --peers {_FEW_PEERS},xla_fp8"),
         _step("ragged-held-out", 22, f"ragged --rows held-out --peers {_FEW_PEERS}"),
         _step("masked-held-out", 8, "masked --rows held-out"),
         _step("flush-write", 5, f"dense --rows short --peers {_FEW_PEERS}"),
         _step("flush-read", 2, f"dense --rows short --flush read --peers {_FEW_PEERS}"),
+        _step("narrow", 15, f"dense --rows narrow --peers split_k,{_FEW_PEERS}"),
         _step("activation", 25, "activation"),
         _step("step", 164, "step"),
         _step("model", 54, "model"),

@@ -110,14 +110,16 @@ def _deepest(
     accums: int,
     slabs: int,
     smem_bytes: int = _SMEM_BYTES,
-    **cluster: int,
+    cluster_m: int = 1,
+    cluster_n: int = 1,
 ) -> TileConfig:
     """The config with as many stages as shared memory holds beside its slabs."""
     stage = (block_m + block_n) * 128 + (block_m + 32) * 4 + 4 * 4 + 16
     slab_bytes = 128 * block_n if block_n % 32 else 8192  # of bf16
     fixed = consumers * max(16, slabs * slab_bytes) + 1024
     stages = min(24, (smem_bytes - fixed) // stage)
-    return TileConfig(block_m, block_n, sub_n, consumers, accums, stages, slabs, **cluster)
+    how = stages, slabs, cluster_m, cluster_n
+    return TileConfig(block_m, block_n, sub_n, consumers, accums, *how)
 
 
 def _unique(configs) -> list[TileConfig]:

@@ -14,6 +14,7 @@ from benchmarks.peers.dense import peer_calls
 from benchmarks.problem import Shape, gemm_work, quantize_work
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call
+from jax_fp8gemm._data.split_k import num_runs
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import choose, tile_config
 
@@ -30,15 +31,17 @@ def cases(family: str, shapes: Sequence[Shape]) -> list[Case]:
 
 
 def _dense(shape: Shape) -> Case:
-    def build() -> Call:
+    def build(**how: bool) -> Call:
         lhs = quantize_rows(normal(shape.m, shape.k, seed=0))
         rhs = quantize_blocks(normal(shape.n or 0, shape.k, seed=1))
-        multiply = functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.bfloat16)
+        multiply = functools.partial(jax_fp8gemm.scaled_matmul, out_dtype=jnp.bfloat16, **how)
         return gemm_call(multiply, (lhs, rhs))
 
     work = gemm_work(shape, is_1d1d=False, out_bytes=2, accumulate=False)
     config = _config_text(shape, is_1d1d=False, out_f32=False, accumulate=False)
     peers = peer_calls(shape, is_1d1d=False)
+    if num_runs(shape.m, shape.n, -(-shape.k // 128)) > 1:
+        peers = {"split_k": functools.partial(build, split_k=True), **peers}
     tiles = tile_config.configs(is_1d1d=False, with_clusters=True)
     return Case(_labels(shape), shape, work, config, build, peers, tiles=tiles)
 

@@ -10,6 +10,7 @@
 - xla: of `quantize`, our function in plain JAX.
 - copy: of `quantize`, a copy within the device that reads and writes as many bytes.
 - silu: of `activation`, our kernel of SwiGLU.
+- split_k: of `dense`, our call that may add up a contraction in parts.
 - unused_undefined: of `masked`, our call that leaves unused rows as they are in memory.
 - quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
 - square_once: of `moe`, the same, and weight gradients with 128x128 blocks of lhs.
@@ -32,7 +33,14 @@ NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "copy", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up", "fp8_head_swiglu"),
-    *("fp8_head_swiglu_square", "square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
+    *(
+        "split_k",
+        "fp8_head_swiglu_square",
+        "square_wgrad",
+        "fp8_combine",
+        "copy_engines",
+        "every_gpu",
+    ),
 )
 
 

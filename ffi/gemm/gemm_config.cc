@@ -52,7 +52,7 @@ bool IsInRange(const GemmConfig& c) {
   return is_in(c.block_m, 8, 256) && is_in(c.block_n, 8, 256) && is_in(c.sub_n, 8, 256) &&
          is_in(c.num_consumers, 1, 3) && is_in(c.num_accums, 1, 8) && is_in(c.num_stages, 2, 32) &&
          is_in(c.num_slabs, 0, 32) && is_cluster(c.cluster_m) && is_cluster(c.cluster_n) &&
-         (c.cluster_k == 1 || c.cluster_k == 4 || c.cluster_k == 8) &&
+         is_in(c.cluster_k, 1, 8) && is_flag(c.partial_sums) &&
          c.num_sms >= c.cluster_m * c.cluster_n * c.cluster_k && is_flag(c.is_1d1d) &&
          is_flag(c.transpose_out) && is_flag(c.out_f32) && is_flag(c.accumulate) &&
          is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) && is_flag(c.gated) && is_flag(c.h_e5m2) &&
@@ -62,7 +62,7 @@ bool IsInRange(const GemmConfig& c) {
 
 constexpr const char* kRanges =
     "config must have block_m, block_n, sub_n in 8..256, num_consumers 1..3, num_accums 1..8, "
-    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, cluster_k 1, 4 or 8, "
+    "num_stages 2..32, num_slabs 0..32, cluster_m and cluster_n 1, 2 or 4, cluster_k 1..8, "
     "num_sms >= cluster_m * cluster_n * cluster_k, grouping 0..2, activation 0..4, flags 0 or 1";
 
 // What the name of a kernel says of h.
@@ -76,12 +76,18 @@ static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 
 // What must hold in a config with cluster_k above 1, or null if all does.
 const char* BrokenSplitRule(const GemmConfig& c) {
-  const bool is_tile = (c.block_m == 8 || c.block_m == 16) && c.block_n == 64 &&
-                       c.sub_n == c.block_m && c.num_consumers == 2 && c.num_slabs == 0;
+  const bool is_partial = c.partial_sums != 0;
+  if (!is_partial && c.cluster_k != 4 && c.cluster_k != 8) {
+    return "cluster_k must be 1, 4 or 8 without partial_sums";
+  }
+  const bool has_rows = c.block_m % 8 == 0 && c.block_m <= (is_partial ? 64 : 16);
+  const bool is_tile = has_rows && c.block_n == 64 && c.sub_n == c.block_m &&
+                       c.num_consumers == 2 && c.num_slabs == 0;
   if (!is_tile || c.cluster_m * c.cluster_n != 1 || c.num_stages < kLeastSplitStages ||
       c.num_accums > kLeastSplitStages) {
-    return "cluster_k must go with tiles of 8x64 or 16x64, sub_n = block_m, 2 consumers, no slabs, "
-           "no other cluster, and num_accums <= 4 <= num_stages";
+    return "cluster_k must go with tiles of 8x64 or 16x64 (partial_sums: of 8, 16 .. 64 rows), "
+           "sub_n = block_m, 2 consumers, no slabs, no other cluster, and num_accums <= 4 <= "
+           "num_stages";
   }
   if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated) {
     return "cluster_k must go with dense products with 128x128 scales of rhs, without "
@@ -93,6 +99,7 @@ const char* BrokenSplitRule(const GemmConfig& c) {
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {
   if (c.cluster_k > 1) return BrokenSplitRule(c);
+  if (c.partial_sums != 0) return "partial_sums must go with cluster_k above 1";
   // First: what follows divides by the number of wgmmas side by side.
   if (c.block_n % c.sub_n != 0 || !IsWgmmaWidth(c.sub_n)) {
     return "block_n must be a multiple of sub_n, and sub_n 8, 16 .. 128, 144, 160 or 192";
@@ -162,13 +169,22 @@ std::string KernelName(const GemmConfig& config) {
                 config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
                 config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
                 "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n,
-                config.cluster_k > 1 ? StrCat("x", config.cluster_k) : "");
+                config.cluster_k > 1 ? StrCat("x", config.cluster_k) : "",
+                config.partial_sums ? "_partial_sums" : "");
 }
 
 int64_t MostSplitK(const GemmConfig& config) {
-  // Mirrors SplitK in cuda/gemm/split_k.cuh: barriers, results and scales, stages.
-  constexpr int64_t kMostKBlocks = 16 * 32, kBarriersBytes = 1024;
+  constexpr int64_t kBarriersBytes = 1024;
   const int64_t stage_bytes = (int64_t{config.block_m} + config.block_n) * kScaleBlock;
+  if (config.partial_sums) {
+    // Mirrors PartialSums in cuda/gemm/partial_sums.cuh: barriers, sums, scales, stages.
+    const int64_t sums_bytes = RoundUp(int64_t{config.block_m} * (config.block_n + 4) * 4, 1024);
+    const int64_t room =
+        kMaxSmemBytes - kBarriersBytes - sums_bytes - kLeastSplitStages * stage_bytes;
+    return room / 1024 * 1024 / (config.block_m * 4) * config.cluster_k * kScaleBlock;
+  }
+  // Mirrors SplitK in cuda/gemm/split_k.cuh: barriers, results and scales, stages.
+  constexpr int64_t kMostKBlocks = 16 * 32;
   const int64_t k_block_bytes = config.block_m * (config.block_n / config.cluster_k + 1) * 4;
   const int64_t room = kMaxSmemBytes - kBarriersBytes - kLeastSplitStages * stage_bytes;
   return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
@@ -253,7 +269,9 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
     text += ActivationMembers(ActivationOf(config));
   }
   if (config.cluster_k > 1) add("kClusterK", config.cluster_k);
-  const char* kernel = config.cluster_k > 1 ? "split_k" : "gemm";
+  const char* kernel = config.partial_sums    ? "partial_sums"
+                       : config.cluster_k > 1 ? "split_k"
+                                              : "gemm";
   return {name, StrCat(text, "};\n#include \"gemm/", kernel, ".cuh\"\n")};
 }
 

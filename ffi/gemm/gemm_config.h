@@ -28,6 +28,7 @@ struct GemmConfig {
   int32_t num_slabs;             // per consumer, to stage out for TMA; 0: store directly
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
   int32_t cluster_k;             // CTAs that divide a tile's k-blocks; 1, 4 or 8 (split_k.cuh)
+  int32_t partial_sums;          // they add up a part each; cluster_k 2..8 (partial_sums.cuh)
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
   int32_t transpose_out;         // out is stored transposed: (n, m)
   int32_t out_f32;               // out is f32, otherwise bf16
@@ -50,8 +51,8 @@ struct ConfigFields<GemmConfig>
                &GemmConfig::is_1d1d, &GemmConfig::lhs_e5m2, &GemmConfig::limit,
                &GemmConfig::num_accums, &GemmConfig::num_consumers, &GemmConfig::num_slabs,
                &GemmConfig::num_sms, &GemmConfig::num_stages, &GemmConfig::out_f32,
-               &GemmConfig::rhs_e5m2, &GemmConfig::sub_n, &GemmConfig::transpose_out,
-               &GemmConfig::up_offset> {};
+               &GemmConfig::partial_sums, &GemmConfig::rhs_e5m2, &GemmConfig::sub_n,
+               &GemmConfig::transpose_out, &GemmConfig::up_offset> {};
 
 inline Grouping GroupingOf(const GemmConfig& config) {
   return static_cast<Grouping>(config.grouping);
@@ -74,8 +75,8 @@ int64_t SlabColumns(const GemmConfig& config);
 // Rows of lhs that the last tile of a group loads at a time.
 constexpr int64_t kPartRows = 32;
 
-// The largest k of a config with cluster_k above 1: results of more k-blocks leave no room in
-// shared memory for 4 stages, or have no barrier.
+// The largest k of a config with cluster_k above 1: results, or scales, of more k-blocks leave no
+// room in shared memory for 4 stages, or have no barrier.
 int64_t MostSplitK(const GemmConfig& config);
 
 // The symbol of the kernel; carries every field but num_sms.

@@ -45,10 +45,14 @@ class Recipe:
         kernels have: the router and the sums of a layer on one device, and products without FP8,
         which then run in integers. No other row, nor the program around, changes a bit of a row
         (docs/numerics.md).
+      split_k: whether dense products of up to 64 rows may add up a long contraction in parts, where
+        the result has up to 1024 columns (docs/recipes.md). They are faster. A row then has other
+        bits than among more rows, so it does not go with batch_invariant.
     Raises:
-      ValueError: a field outside the values above, fp8_combine where nothing travels as FP8,
-        kept_gate_up="fp8" where the activation is not fused with its quantisation, or square blocks
-        of lhs where no gradient of rhs is computed from FP8.
+      ValueError: a field outside the values above, split_k with batch_invariant or without FP8,
+        fp8_combine where nothing travels as FP8, kept_gate_up="fp8" where the activation is not
+        fused with its quantisation, or square blocks of lhs where no gradient of rhs is computed
+        from FP8.
     """
 
     fwd: Format | None = "e4m3"
@@ -62,6 +66,7 @@ class Recipe:
     kept_gate_up: Literal["unquantised", "fp8"] = "unquantised"
     fp8_combine: bool = False
     batch_invariant: bool = False
+    split_k: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -76,6 +81,7 @@ class Recipe:
             "kept_gate_up": ("unquantised", "fp8"),
             "fp8_combine": (False, True),
             "batch_invariant": (False, True),
+            "split_k": (False, True),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
@@ -94,6 +100,12 @@ class Recipe:
                     f"Recipe: {name} must go with an FP8 fwd and wgrad='fp8'; "
                     f"got fwd={self.fwd!r}, wgrad={self.wgrad!r}"
                 )
+
+        if self.split_k and (self.batch_invariant or not self.is_fp8):
+            raise ValueError(
+                "Recipe: split_k must go with an FP8 fwd and without batch_invariant; "
+                f"got fwd={self.fwd!r}, batch_invariant={self.batch_invariant}"
+            )
 
     def __repr__(self) -> str:
         """Returns the call that makes this recipe, without arguments that have their defaults."""

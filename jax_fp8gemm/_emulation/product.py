@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm._data import formats
+from jax_fp8gemm._data.split_k import add_runs, num_runs
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._emulation.tensor_core import block_sums
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -28,7 +29,15 @@ _TILE = 128
 
 
 def multiply(
-    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype: Any
+    lhs,
+    lhs_scale,
+    rhs,
+    rhs_scale,
+    *accum,
+    is_1d1d: bool,
+    is_2d1d: bool = False,
+    out_dtype: Any,
+    split_k: bool = False,
 ):
     """gemm.reference with the bits of the kernel."""
     if is_2d1d:  # as the kernel: the transpose of the product of the exchanged operands
@@ -43,13 +52,16 @@ def multiply(
         for x in lax.optimization_barrier((lhs, rhs))
     )
     scales = f32.to_bits(rhs_scale)
+    num_blocks = formats.num_blocks(k)
+    count = num_runs(m, n, num_blocks) if split_k and not (is_1d1d or accum) else 1
 
     def add_up(values, scale):
-        def add_block(promoted, b):
-            return promote(promoted, values, scale, rhs, scales, b, is_1d1d), None
+        def add_block(b, promoted):
+            return promote(promoted, values, scale, rhs, scales, b, is_1d1d)
 
         zeros = constant_like(values, jnp.zeros((values.shape[0], n), jnp.uint32))
-        return lax.scan(add_block, zeros, jnp.arange(formats.num_blocks(k), dtype=jnp.int32))[0]
+        add_run = lambda first, behind: lax.fori_loop(first, behind, add_block, zeros)
+        return add_runs(add_run, f32.add, num_blocks, count)
 
     promoted = map_rows(add_up, lhs, f32.to_bits(lhs_scale))
     return [finish(promoted, accum, out_dtype)]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.checks import short_type
+from jax_fp8gemm._data.formats import num_blocks
+from jax_fp8gemm._data.split_k import num_runs
 from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
@@ -142,7 +144,9 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
         return None, 0, 0.0
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
     padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
-    config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS)
+    is_plain = not (spec["is_1d1d"] or spec["transpose_out"] or spec["accumulate"])
+    runs = num_runs(m, n, num_blocks(k)) if params["split_k"] and is_plain else 1
+    config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS, num_runs=runs)
     product = _product(*padded, None, spec)
     return _text(config), flop, num_products * choose.predicted_us(config, product)
 
@@ -196,7 +200,8 @@ def _grouped_wgrad(operands: list[Any], params: dict[str, Any]):
 def _text(c: TileConfig) -> str:
     cluster = "" if c.cluster_m * c.cluster_n == 1 else f", cluster {c.cluster_m}x{c.cluster_n}"
     if c.cluster_k > 1:
-        cluster = f", k divided by clusters of {c.cluster_k}"
+        what = "k added up in parts" if c.partial_sums else "k divided"
+        cluster = f", {what} by clusters of {c.cluster_k}"
     return f"{c.block_m}x{c.block_n}, {c.num_consumers} consumers, {c.num_stages} stages{cluster}"
 
 

@@ -192,7 +192,8 @@ def gemm_as(
 ) -> jax.Array:
     """Returns the product with a result of `dtype`. One in f16 is rounded from f32."""
     how = kernel_dtype(dtype), spec.implementation, None, spec.reduce_dtype, out_spec
-    return gemm(lhs, rhs, *how).astype(dtype)
+    split_k = spec.recipe.split_k
+    return gemm(lhs, rhs, *how, split_k=split_k).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ def scaled_matmul(
     *,
     out_dtype: Any = jnp.bfloat16,
     accumulate_into: Float32[Array, "m n"] | None = None,
+    split_k: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "m n"]:
     """Multiplies quantised lhs (m, k) by the transpose of quantised rhs (n, k).
@@ -37,6 +38,8 @@ def scaled_matmul(
       out_dtype: bfloat16 or float32.
       accumulate_into: (m, n) f32 that the product is added to; out_dtype must be float32. XLA
         reuses its buffer for the result where it can. Donate it under jit.
+      split_k: whether a product of up to 64 rows, 1024 columns and a long contraction may be added
+        up in parts, as with Recipe(split_k=True). It is faster, and has other bits.
       implementation: None runs the kernel where it can run, and elsewhere the reference, with one
         warning. "cuda" runs the kernel or raises. "xla" runs the reference.
         "emulate" gives the bits of the kernel on any machine, slowly.
@@ -55,4 +58,7 @@ def scaled_matmul(
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = lhs.shape[0], rhs.shape[0]
     out_dtype = check_result(op, shape, out_dtype, implementation, accumulate_into)
-    return gemm(lhs, without_twin(rhs), out_dtype, implementation, accumulate_into)
+    if type(split_k) is not bool:
+        raise TypeError(f"{op}: split_k must be True or False; got {split_k!r}")
+    rhs = without_twin(rhs)
+    return gemm(lhs, rhs, out_dtype, implementation, accumulate_into, split_k=split_k)

@@ -17,6 +17,8 @@ Element (i, j) of the result is promoted, rounded to the dtype of the result. Th
 the same sum, but its last bits may differ from the kernel's. The emulation has those bits. The
 scaling is that of the DeepSeek-V3 report, section 3.3.2.
 
+With split_k a 1d2d product of few rows is added up in runs of k-blocks (_data/split_k.py).
+
 The k of lhs and that of rhs may differ within their last k-block, for rows may be padded with
 zeros (_primitives/quantize.py).
 
@@ -30,13 +32,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
+from jax_fp8gemm._data.split_k import add_runs, num_runs
 from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
@@ -59,6 +61,7 @@ def gemm(
     accum: jax.Array | None = None,
     reduce_dtype: Any = jnp.float32,
     out_spec: PartitionSpec | None = None,
+    split_k: bool = False,
 ) -> jax.Array:
     """Multiplies lhs (..., k) by the transpose of rhs (n, k): scaled_matmul without the checks.
 
@@ -71,6 +74,8 @@ def gemm(
       accum: (..., n) f32 that the product is added to, or None.
       reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k.
       out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
+      split_k: whether a product may be added up in runs of k-blocks, where that is faster. With
+        accum, or with 1x128 blocks of rhs, it has no effect.
     Returns:
       (..., n) array of out_dtype.
     """
@@ -82,6 +87,7 @@ def gemm(
         is_2d1d=lhs.block == (_BLOCK, _BLOCK),
         out_dtype=jnp.dtype(out_dtype),
         reduce_dtype=jnp.dtype(reduce_dtype),
+        split_k=split_k,
     )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = None if out_spec is None else [out_spec]
@@ -94,7 +100,7 @@ def twins_of_rhs(rhs: ScaledArray) -> dict[int, jax.Array]:
     return dict(enumerate(map(jnp.asarray, twin_of(rhs) or ()), 2))
 
 
-def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype):
+def _shape_rule(*operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype, split_k: bool):
     shapes = matrix_shapes(operands, num_k_dims)
     matrices = [
         jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)
@@ -117,7 +123,15 @@ def _check(lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool,
 
 
 def reference(
-    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype
+    lhs,
+    lhs_scale,
+    rhs,
+    rhs_scale,
+    *accum,
+    is_1d1d: bool,
+    is_2d1d: bool = False,
+    out_dtype,
+    split_k: bool = False,
 ):
     """Multiplies matrices in plain JAX."""
     m, k = lhs.shape
@@ -131,10 +145,14 @@ def reference(
         b, promoted = b_and_promoted
         return b + 1, promoted + block_product(lhs, lhs_scale, rhs, rhs_scale, b, is_1d1d)
 
-    start = np.int32(0), constant_like(lhs, jnp.zeros((m, n), jnp.float32))
-    blocks = lhs.shape[1]
-    num_blocks = np.int32(blocks) if isinstance(blocks, int) else jnp.asarray(blocks, jnp.int32)
-    _, promoted = lax.while_loop(lambda carry: carry[0] < num_blocks, promote, start)
+    def add_up(first, behind):
+        start = first, constant_like(lhs, jnp.zeros((m, n), jnp.float32))
+        return lax.while_loop(lambda carry: carry[0] < behind, promote, start)[1]
+
+    is_divided = split_k and not (is_1d1d or is_2d1d or accum)
+    num_blocks = lhs.shape[1]
+    count = num_runs(m, n, num_blocks) if is_divided else 1
+    promoted = add_runs(add_up, jnp.add, num_blocks, count)
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
@@ -176,7 +194,15 @@ def _of_rows(scale: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _ffi_call(
-    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool = False, out_dtype
+    lhs,
+    lhs_scale,
+    rhs,
+    rhs_scale,
+    *accum,
+    is_1d1d: bool,
+    is_2d1d: bool = False,
+    out_dtype,
+    split_k: bool = False,
 ):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros.
 
@@ -196,7 +222,9 @@ def _ffi_call(
     if is_1d1d or is_2d1d:
         rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
     accum = [pad(x, 0, pad_n) for x in accum]
-    num_sms = extension.num_sms()
+    is_divided = split_k and not (is_1d1d or is_2d1d or accum)
+    count = num_runs(m, n, formats.num_blocks(k)) if is_divided else 1
+    num_sms = max(extension.num_sms(), count)
     spec = dict(
         is_1d1d=is_1d1d,
         transpose_out=is_2d1d,
@@ -207,9 +235,9 @@ def _ffi_call(
     if is_2d1d:
         extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
-    config = choose.choose(*extents, k + -k % 16, num_sms=num_sms, **spec).attributes(
-        **spec, **operand_formats(lhs, rhs), num_sms=num_sms
-    )
+    config = choose.choose(
+        *extents, k + -k % 16, num_sms=num_sms, num_runs=count, **spec
+    ).attributes(**spec, **operand_formats(lhs, rhs), num_sms=num_sms)
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)
     rhs_scale_layout = column_major if is_1d1d else row_major
@@ -229,7 +257,7 @@ def _batch_rule(operands, dims, **params):
 
 
 def _partition_rule(
-    *operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype
+    *operands, num_k_dims: int, is_1d1d: bool, is_2d1d: bool, out_dtype, split_k: bool
 ) -> PartitionRule:
     lhs, rhs = operands[0], operands[2]
     num_batch = num_batch_dims(rhs, num_k_dims)

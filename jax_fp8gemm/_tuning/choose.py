@@ -19,6 +19,7 @@ from jax_fp8gemm._tuning import tile_config
 from jax_fp8gemm._tuning.cost import grouped_time_us, time_us
 from jax_fp8gemm._tuning.dense_cost import dense_time_us
 from jax_fp8gemm._tuning.grouped_cost import grouped_rows_time_us, is_for_rows
+from jax_fp8gemm._tuning.partial_sums import partial_sums_config, partial_sums_time_us
 from jax_fp8gemm._tuning.split_k import split_k_configs, split_k_time_us
 from jax_fp8gemm._tuning.tile import TileConfig
 from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, configs
@@ -48,6 +49,7 @@ def choose(
     accumulate: bool,
     transpose_out: bool = False,
     num_sms: int = hopper.NUM_SMS,
+    num_runs: int = 1,
 ) -> TileConfig:
     """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1.
 
@@ -56,9 +58,12 @@ def choose(
       group. 1d1d or transpose_out, groups of the contraction: k counts the tokens of all groups; m
       and n are those of one.
     transpose_out: whether the result is stored as (n, m).
+    num_runs: how many runs of k-blocks are added up by themselves (_data/split_k.py).
     """
     if override.value is not None:
         return override.value
+    if num_runs > 1:
+        return partial_sums_config(m, num_runs)
     # A program that leaves k open may run with more of it than the split configs take.
     can_split = not (is_1d1d or transpose_out or accumulate) and isinstance(k, int)
     m, n, k = map(_known, (m, n, k))
@@ -134,6 +139,8 @@ def predicted_us(c: TileConfig, product: Product) -> float:
         return grouped_rows_time_us(c, m, n, k, num_groups, num_bytes, num_sms)
     if product.is_weight_gradient:
         return time_us(c, m, n, k, is_1d1d, num_bytes, num_sms)
+    if c.partial_sums:
+        return partial_sums_time_us(c, m, n, k, num_bytes)
     if c.cluster_k > 1:
         return split_k_time_us(c, m, n, k, num_bytes, num_sms)
     return dense_time_us(c, m, n, k, num_bytes, num_sms)

@@ -1,6 +1,6 @@
 """TileConfig: how one GEMM is cut into tiles. tile_config.py has the lists of configs.
 
-A config changes the speed of a product, never its bits.
+A config changes the speed of a product, and no bit but with partial_sums.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class TileConfig:
       cluster_m, cluster_n: CTAs that share a tile of rhs, or of lhs, by multicast.
       cluster_k: CTAs that divide the k-blocks of a tile. With more than one, sub_n is block_m,
         one consumer multiplies, and the other adds what its cluster multiplied.
+      partial_sums: whether each of these CTAs adds up k-blocks of its own, so that the result has
+        other bits (_data/split_k.py). The other consumer then multiplies scales.
     """
 
     block_m: int
@@ -65,6 +67,7 @@ class TileConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     cluster_k: int = 1
+    partial_sums: bool = dataclasses.field(default=False, kw_only=True)
 
     def attributes(
         self, h: Mapping[str, Any] = MappingProxyType({}), /, **kernel: Unpack[Kernel]

@@ -21,7 +21,8 @@ def write_inputs(folder: Path) -> list[str]:
     """Writes what the harness reads. Returns its arguments."""
     sources, configs, cases = folder / "sources", folder / "configs.txt", folder / "cases.txt"
     operations = ("gemm", "quantize", "copy_rows", "sum_rows")
-    for name in (*(f"{op}/{op}.cuh" for op in operations), "gemm/split_k.cuh"):
+    split = "gemm/split_k.cuh", "gemm/partial_sums.cuh"
+    for name in (*(f"{op}/{op}.cuh" for op in operations), *split):
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_text("// The fake NVRTC compiles nothing.\n")
     configs.write_text(package_configs.config_lists())

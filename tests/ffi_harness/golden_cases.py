@@ -17,6 +17,7 @@ from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._tuning import (
     copy_rows_config,
     gated_config,
+    partial_sums,
     quantize_config,
     split_k,
     sum_rows_config,
@@ -81,7 +82,7 @@ def _tile_name(config: TileConfig) -> str:
     clusters = f" cluster {config.cluster_m}x{config.cluster_n}"
     name = f"{config.block_m}x{config.block_n} sub {config.sub_n}"
     if config.cluster_k > 1:
-        return f"{name} cluster 1x1x{config.cluster_k}"
+        return f"{name} cluster 1x1x{config.cluster_k}{' partial sums' * config.partial_sums}"
     return name + (clusters if config.cluster_m * config.cluster_n > 1 else "")
 
 
@@ -155,6 +156,12 @@ def _dense_cases() -> list[Case]:
         few, many = (rows - i, 576, split_k.SPLIT_K_MOST_K), (3 * rows, 4096, 1040)
         for shape, out in ((few, "bf16"), (many, "f32")):
             cases.append(_dense(f"dense {_tile_name(config)} {out}", shape, config, out))
+    # Fewer rows than a tile, and more tiles than clusters.
+    for i, config in enumerate(partial_sums.PARTIAL_SUMS_CONFIGS):
+        rows, out = config.block_m, ("bf16", "f32")[i % 2]
+        for shape in ((rows - 1 - i % 3, 576, 7168), (rows, 4096, 3088)):
+            name = f"dense {_tile_name(config)} {out}, {shape[0]} rows"
+            cases.append(_dense(name, shape, config, out))
     for config, out in _transposed():
         name = f"dense transposed {_tile_name(config)} {out}"
         cases.append(_dense(name, (2048, 7168, 4000), config, out, transpose_out=True))

@@ -1,8 +1,9 @@
 // The harness: see commands.h. Arguments are name=value:
 //   configs=FILE    the package's configs (golden_cases.py writes it)
 //   cases=FILE      named calls (likewise)
-//   sources=FOLDER  what kernels include: gemm/gemm.cuh, gemm/split_k.cuh, quantize/quantize.cuh,
-//                   copy_rows/copy_rows.cuh and sum_rows/sum_rows.cuh, of any content
+//   sources=FOLDER  what kernels include: gemm/gemm.cuh, gemm/split_k.cuh, gemm/partial_sums.cuh,
+//                   quantize/quantize.cuh, copy_rows/copy_rows.cuh and sum_rows/sum_rows.cuh, of
+//                   any content
 //   seed=N calls=N threads=N cache=FOLDER
 // Commands: random, configs, tensor_maps, faults, opening, threads, record, handlers.
 

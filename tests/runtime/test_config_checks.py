@@ -6,9 +6,10 @@ from ext_program import run
 _ext = pytest.importorskip("jax_fp8gemm._ext")
 
 _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1, num_stages=4,
-             num_slabs=0, cluster_m=1, cluster_n=1, cluster_k=1, is_1d1d=0, out_f32=0, accumulate=0,
-             lhs_e5m2=0, rhs_e5m2=0, transpose_out=0, grouping=0, num_sms=132, gated=0,
-             activation=0, limit=0, alpha=0, up_offset=0, h_e5m2=0, h_pow2_scale=0)  # fmt: skip
+             num_slabs=0, cluster_m=1, cluster_n=1, cluster_k=1, partial_sums=0, is_1d1d=0,
+             out_f32=0, accumulate=0, lhs_e5m2=0, rhs_e5m2=0, transpose_out=0, grouping=0,
+             num_sms=132, gated=0, activation=0, limit=0, alpha=0, up_offset=0, h_e5m2=0,
+             h_pow2_scale=0)  # fmt: skip
 _QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, paired=0, source=1,
                  activation=0, limit=0, alpha=0, up_offset=0)  # fmt: skip
 
@@ -119,7 +120,14 @@ _SPLIT = _GEMM | dict(block_m=8, block_n=64, sub_n=8, num_accums=4, num_stages=2
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (dict(cluster_k=2), "cluster_k 1, 4 or 8, .*; got fp8"),
+        (dict(cluster_k=2), "cluster_k must be 1, 4 or 8 without partial_sums; got fp8"),
+        (dict(cluster_k=9), "cluster_k 1..8, .*; got fp8"),
+        (dict(partial_sums=2), "flags 0 or 1; got fp8"),
+        (dict(partial_sums=1, cluster_k=1), "partial_sums must go with cluster_k above 1"),
+        (dict(partial_sums=1, block_m=72, sub_n=72), "of 8, 16 .. 64 rows.*72x64.*_partial_sums"),
+        (dict(partial_sums=1, block_m=12, sub_n=12), "of 8, 16 .. 64 rows"),
+        (dict(partial_sums=1, num_accums=5), "num_accums <= 4 <= num_stages"),
+        (dict(partial_sums=1, grouping=1), "must go with dense products with 128x128 scales"),
         (dict(num_sms=3), "num_sms >= cluster_m . cluster_n . cluster_k, .*; got .* num_sms 3"),
         (dict(block_m=64), "tiles of 8x64 or 16x64.*; got fp8_gemm_1d2d_64x64.*_cluster1x1x4"),
         (dict(sub_n=16), "sub_n = block_m"),

@@ -6,7 +6,7 @@ from errors import without_annotation_checks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_fp8gemm._tuning import choose, split_k, tile_config
+from jax_fp8gemm._tuning import choose, partial_sums, split_k, tile_config
 
 DENSE = dict(is_1d1d=False, out_f32=False, accumulate=False)
 WGRAD = dict(is_1d1d=True, out_f32=True, accumulate=False)
@@ -53,6 +53,15 @@ def test_few_rows_and_columns_of_a_long_contraction_are_split():
 )
 def test_others_are_not_split(shape, how):
     assert choose.choose(*shape, **how).cluster_k == 1
+
+
+@pytest.mark.parametrize(
+    "m, rows", [(1, 8), (8, 8), (9, 16), (17, 32), (33, 48), (49, 64), (64, 64)]
+)
+def test_a_product_in_runs_gets_a_tile_of_its_rows(m, rows):
+    config = choose.choose(m, 576, 7168, **DENSE, num_runs=8)
+    assert (config.block_m, config.cluster_k, config.partial_sums) == (rows, 8, True)
+    assert config in partial_sums.PARTIAL_SUMS_CONFIGS
 
 
 def test_a_program_that_leaves_k_open_is_not_split():

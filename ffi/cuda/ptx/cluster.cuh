@@ -1,4 +1,4 @@
-// Shared memory of the other CTAs of a cluster (PTX ISA, mapa and st.async).
+// Shared memory of the other CTAs of a cluster (PTX ISA, mapa, ld and st.async).
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -10,6 +10,16 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
+}
+
+// Loads 4 f32 from an address of cluster_address(), a multiple of 16 bytes.
+__device__ __forceinline__ float4 load_from_cluster(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
 }
 
 // Stores 2 or 4 f32, to a multiple of as many, and completes their bytes on `barrier`, which must
