@@ -51,6 +51,7 @@ PIECES: dict[str, list[Step]] = {
         _step("flush-write", 5, f"dense --rows short --peers {_FEW_PEERS}"),
         _step("flush-read", 2, f"dense --rows short --flush read --peers {_FEW_PEERS}"),
         _step("narrow", 15, f"dense --rows narrow --peers split_k,{_FEW_PEERS}"),
+        _step("narrow-read", 15, f"dense --rows narrow --flush read --peers split_k,{_FEW_PEERS}"),
         _step("activation", 25, "activation"),
         _step("step", 164, "step"),
         _step("model", 54, "model"),

@@ -25,7 +25,7 @@ ONE_GPU = (
     *("dense_held_out", "ragged_held_out", "masked_held_out", "dense_random", "ragged_random"),
     *("dense_sustained", "ragged_sustained", "matmul_sustained", "moe_sustained"),
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),
-    "dense_narrow",
+    *("dense_narrow", "dense_narrow_read_flush"),
     *("dense_held_out_regret", "ragged_held_out_regret", "ragged_wgrad_regret", "host"),
 )
 _ALL_GPUS = ("fsdp", "expert_parallel", "expert_parallel_exchanges")
