@@ -14,7 +14,7 @@ from benchmarks.peers.dense import peer_calls
 from benchmarks.problem import Shape, gemm_work, quantize_work
 from benchmarks.timing.queues import jax_queue
 from benchmarks.timing.timer import Call
-from jax_fp8gemm._data.split_k import num_runs
+from jax_fp8gemm._data.split_k import count_parts
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._tuning import choose, tile_config
 
@@ -40,7 +40,7 @@ def _dense(shape: Shape) -> Case:
     work = gemm_work(shape, is_1d1d=False, out_bytes=2, accumulate=False)
     config = _config_text(shape, is_1d1d=False, out_f32=False, accumulate=False)
     peers = peer_calls(shape, is_1d1d=False)
-    if num_runs(shape.m, shape.n, -(-shape.k // 128)) > 1:
+    if count_parts(shape.m, shape.n, -(-shape.k // 128)) > 1:
         peers = {"split_k": functools.partial(build, split_k=True), **peers}
     tiles = tile_config.configs(is_1d1d=False, with_clusters=True)
     return Case(_labels(shape), shape, work, config, build, peers, tiles=tiles)

@@ -1,11 +1,11 @@
 """split_k: the parts in which a dense product of few rows may add up its contraction.
 
 With split_k, a dense 1d2d product of up to 64 rows, few columns and a long contraction divides its
-k-blocks into runs of equal length, of which the last ones may be shorter. Each run has an f32 sum,
-as _primitives/gemm.py defines it for these k-blocks alone. The result is ((sum 0 + sum 1) + sum 2)
-and so on in f32, rounded to the dtype of the result.
+k-blocks into parts of equal length, of which the last ones may be shorter. Each part has an f32
+sum, as _primitives/gemm.py defines it for these k-blocks alone. The result is ((sum 0 + sum 1) +
+sum 2) and so on in f32, rounded to the dtype of the result.
 
-n and k alone decide how many runs there are. So no other row changes a bit of a row, as long as
+n and k alone decide how many parts there are. So no other row changes a bit of a row, as long as
 there are at most 64 rows.
 """
 
@@ -26,7 +26,7 @@ MOST_ROWS = 64
 
 
 class _Division(NamedTuple):
-    num_runs: int
+    num_parts: int
     most_columns: int  # of the result
     least_blocks: int  # of k
 
@@ -34,48 +34,48 @@ class _Division(NamedTuple):
 # 14 clusters of eight CTAs run at a time on an H200, and 16 of six do; each has 64 columns. With
 # fewer k-blocks other tiles are as fast (docs/experiments/split-k.md).
 _DIVISIONS = _Division(8, 14 * 64, 28), _Division(6, 16 * 64, 40)
-# With more, the scales of a run may have no room (MostSplitK in ffi/gemm/gemm_config.cc).
+# With more, the scales of a part may have no room (MostSplitK in ffi/gemm/gemm_config.cc).
 _MOST_BLOCKS = 2048
 
 
-def num_runs(m: Any, n: Any, num_blocks: Any) -> int:
-    """Returns the runs of k-blocks of a product with split_k: 1 where it is not divided."""
+def count_parts(m: Any, n: Any, num_blocks: Any) -> int:
+    """Returns how many parts a product has with split_k: 1 where it is not divided."""
     if not all(isinstance(extent, int) for extent in (m, n, num_blocks)):
         return 1  # a program for all sizes
     if m > MOST_ROWS or num_blocks > _MOST_BLOCKS:
         return 1
     for division in _DIVISIONS:
         if n <= division.most_columns:
-            return division.num_runs if num_blocks >= division.least_blocks else 1
+            return division.num_parts if num_blocks >= division.least_blocks else 1
     return 1
 
 
-def runs_of(num_blocks: Any, num_runs: int) -> list[tuple[Any, Any]]:
-    """Returns the first k-block of each run, and the one behind its last. They may be equal."""
-    if num_runs == 1:
+def parts_of(num_blocks: Any, num_parts: int) -> list[tuple[Any, Any]]:
+    """Returns the first k-block of each part, and the one behind its last. They may be equal."""
+    if num_parts == 1:
         return [(0, num_blocks)]
-    length = -(-num_blocks // num_runs)
-    limits = [min(i * length, num_blocks) for i in range(num_runs + 1)]
+    length = -(-num_blocks // num_parts)
+    limits = [min(i * length, num_blocks) for i in range(num_parts + 1)]
     return list(zip(limits[:-1], limits[1:], strict=True))
 
 
-def add_runs(
+def add_parts(
     add_up: Callable[[Any, Any], jax.Array],
     add: Callable[[jax.Array, jax.Array], jax.Array],
     num_blocks: Any,
-    num_runs: int,
+    num_parts: int,
 ) -> jax.Array:
-    """Returns the sums add_up(first, behind) of all runs, added in order. Limits are int32."""
-    first, *others = runs_of(num_blocks, num_runs)
+    """Returns the sums add_up(first, behind) of all parts, added in order. Limits are int32."""
+    first, *others = parts_of(num_blocks, num_parts)
     total = add_up(_int32(first[0]), _int32(first[1]))
     if not others:
         return total
 
-    def add_run(total: jax.Array, run: jax.Array) -> tuple[jax.Array, None]:
-        return add(total, add_up(run[0], run[1])), None
+    def add_part(total: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
+        return add(total, add_up(part[0], part[1])), None
 
-    # One program for all runs but the first.
-    return lax.scan(add_run, total, jnp.asarray(np.array(others, np.int32)))[0]
+    # One program for all parts but the first.
+    return lax.scan(add_part, total, jnp.asarray(np.array(others, np.int32)))[0]
 
 
 def _int32(extent: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm._data import formats
-from jax_fp8gemm._data.split_k import add_runs, num_runs
+from jax_fp8gemm._data.split_k import add_parts, count_parts
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._emulation.tensor_core import block_sums
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -53,15 +53,15 @@ def multiply(
     )
     scales = f32.to_bits(rhs_scale)
     num_blocks = formats.num_blocks(k)
-    count = num_runs(m, n, num_blocks) if split_k and not (is_1d1d or accum) else 1
+    count = count_parts(m, n, num_blocks) if split_k else 1
 
     def add_up(values, scale):
         def add_block(b, promoted):
             return promote(promoted, values, scale, rhs, scales, b, is_1d1d)
 
         zeros = constant_like(values, jnp.zeros((values.shape[0], n), jnp.uint32))
-        add_run = lambda first, behind: lax.fori_loop(first, behind, add_block, zeros)
-        return add_runs(add_run, f32.add, num_blocks, count)
+        add_part = lambda first, behind: lax.fori_loop(first, behind, add_block, zeros)
+        return add_parts(add_part, f32.add, num_blocks, count)
 
     promoted = map_rows(add_up, lhs, f32.to_bits(lhs_scale))
     return [finish(promoted, accum, out_dtype)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_fp8gemm._data.checks import short_type
 from jax_fp8gemm._data.formats import num_blocks
-from jax_fp8gemm._data.split_k import num_runs
+from jax_fp8gemm._data.split_k import count_parts
 from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
@@ -144,9 +144,8 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
         return None, 0, 0.0
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
     padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
-    is_plain = not (spec["is_1d1d"] or spec["transpose_out"] or spec["accumulate"])
-    runs = num_runs(m, n, num_blocks(k)) if params["split_k"] and is_plain else 1
-    config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS, num_runs=runs)
+    parts = count_parts(m, n, num_blocks(k)) if params["split_k"] else 1
+    config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS, num_parts=parts)
     product = _product(*padded, None, spec)
     return _text(config), flop, num_products * choose.predicted_us(config, product)
 

@@ -17,7 +17,7 @@ Element (i, j) of the result is promoted, rounded to the dtype of the result. Th
 the same sum, but its last bits may differ from the kernel's. The emulation has those bits. The
 scaling is that of the DeepSeek-V3 report, section 3.3.2.
 
-With split_k a 1d2d product of few rows is added up in runs of k-blocks (_data/split_k.py).
+With split_k a 1d2d product of few rows is added up in parts (_data/split_k.py).
 
 The k of lhs and that of rhs may differ within their last k-block, for rows may be padded with
 zeros (_primitives/quantize.py).
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
-from jax_fp8gemm._data.split_k import add_runs, num_runs
+from jax_fp8gemm._data.split_k import add_parts, count_parts
 from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
@@ -74,11 +74,12 @@ def gemm(
       accum: (..., n) f32 that the product is added to, or None.
       reduce_dtype: the dtype of the partial sums that devices add where a mesh cuts k.
       out_spec: how Explicit mesh axes cut the result. None: like lhs in m and rhs in n.
-      split_k: whether a product may be added up in runs of k-blocks, where that is faster. With
-        accum, or with 1x128 blocks of rhs, it has no effect.
+      split_k: whether a product may be added up in parts, where that is faster. With accum, or with
+        1x128 blocks of rhs, it has no effect.
     Returns:
       (..., n) array of out_dtype.
     """
+    is_1d2d = lhs.block == (1, _BLOCK) and rhs.block == (_BLOCK, _BLOCK)
     operands = [*values_and_scale(lhs), *values_and_scale(rhs)]
     operands += [] if accum is None else [accum]
     params: dict[str, Any] = dict(
@@ -87,7 +88,7 @@ def gemm(
         is_2d1d=lhs.block == (_BLOCK, _BLOCK),
         out_dtype=jnp.dtype(out_dtype),
         reduce_dtype=jnp.dtype(reduce_dtype),
-        split_k=split_k,
+        split_k=split_k and is_1d2d and accum is None,
     )
     operands = [jnp.asarray(x) for x in operands]
     out_specs = None if out_spec is None else [out_spec]
@@ -149,10 +150,9 @@ def reference(
         start = first, constant_like(lhs, jnp.zeros((m, n), jnp.float32))
         return lax.while_loop(lambda carry: carry[0] < behind, promote, start)[1]
 
-    is_divided = split_k and not (is_1d1d or is_2d1d or accum)
     num_blocks = lhs.shape[1]
-    count = num_runs(m, n, num_blocks) if is_divided else 1
-    promoted = add_runs(add_up, jnp.add, num_blocks, count)
+    count = count_parts(m, n, num_blocks) if split_k else 1
+    promoted = add_parts(add_up, jnp.add, num_blocks, count)
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
@@ -222,8 +222,7 @@ def _ffi_call(
     if is_1d1d or is_2d1d:
         rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
     accum = [pad(x, 0, pad_n) for x in accum]
-    is_divided = split_k and not (is_1d1d or is_2d1d or accum)
-    count = num_runs(m, n, formats.num_blocks(k)) if is_divided else 1
+    count = count_parts(m, n, formats.num_blocks(k)) if split_k else 1
     num_sms = max(extension.num_sms(), count)
     spec = dict(
         is_1d1d=is_1d1d,
@@ -236,7 +235,7 @@ def _ffi_call(
         extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     config = choose.choose(
-        *extents, k + -k % 16, num_sms=num_sms, num_runs=count, **spec
+        *extents, k + -k % 16, num_sms=num_sms, num_parts=count, **spec
     ).attributes(**spec, **operand_formats(lhs, rhs), num_sms=num_sms)
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)

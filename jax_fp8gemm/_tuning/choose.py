@@ -49,7 +49,7 @@ def choose(
     accumulate: bool,
     transpose_out: bool = False,
     num_sms: int = hopper.NUM_SMS,
-    num_runs: int = 1,
+    num_parts: int = 1,
 ) -> TileConfig:
     """Returns the config for out (m, n) = lhs (m, k) x rhs (n, k), of extents >= 1.
 
@@ -58,12 +58,12 @@ def choose(
       group. 1d1d or transpose_out, groups of the contraction: k counts the tokens of all groups; m
       and n are those of one.
     transpose_out: whether the result is stored as (n, m).
-    num_runs: how many runs of k-blocks are added up by themselves (_data/split_k.py).
+    num_parts: how many parts of k are added up by themselves (_data/split_k.py).
     """
     if override.value is not None:
         return override.value
-    if num_runs > 1:
-        return partial_sums_config(m, num_runs)
+    if num_parts > 1:
+        return partial_sums_config(m, num_parts)
     # A program that leaves k open may run with more of it than the split configs take.
     can_split = not (is_1d1d or transpose_out or accumulate) and isinstance(k, int)
     m, n, k = map(_known, (m, n, k))

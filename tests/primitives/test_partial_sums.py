@@ -1,4 +1,4 @@
-"""Products with split_k: which are added up in runs of k-blocks, and to which bits."""
+"""Products with split_k: which are added up in parts, and to which bits."""
 
 import jax
 import jax.export
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from partial_sums_cases import predicted
 
 import jax_fp8gemm as jf
-from jax_fp8gemm._data.split_k import num_runs, runs_of
+from jax_fp8gemm._data.split_k import count_parts, parts_of
 
 RECIPE = jf.Recipe(split_k=True)
-# m, n, k, and the runs that numerics.md promises.
+# m, n, k, and the parts that numerics.md promises.
 DIVIDED = [
     (1, 8, 3584, 8),
     (5, 136, 4000, 8),
@@ -40,14 +40,14 @@ def _multiply(lhs, rhs, **how):
     return np.asarray(jf.scaled_matmul(lhs, rhs, **how))
 
 
-@pytest.mark.parametrize("m, n, k, runs", DIVIDED)
-def test_emulation_has_the_bits_of_the_model(m, n, k, runs):
+@pytest.mark.parametrize("m, n, k, parts", DIVIDED)
+def test_emulation_has_the_bits_of_the_model(m, n, k, parts):
     lhs, rhs = _operands(m, n, k)
     out = _multiply(lhs, rhs, split_k=True)
     rng = np.random.default_rng(1)
     rows, cols = rng.integers(0, m, 256), rng.integers(0, n, 256)
     matrices = map(np.asarray, (lhs.values, lhs.scale, rhs.values, rhs.scale))
-    expected = predicted(*matrices, rows, cols, runs)
+    expected = predicted(*matrices, rows, cols, parts)
     reference.assert_same_bits(out[rows, cols], expected)
     assert (out != _multiply(lhs, rhs)).any(), "the order of a sum must show in some bits"
     half = _multiply(lhs, rhs, split_k=True, out_dtype=jnp.bfloat16)
@@ -79,8 +79,8 @@ def test_no_other_row_changes_a_row():
         reference.assert_same_bits(_multiply(few, rhs, split_k=True), whole[:m])
 
 
-@pytest.mark.parametrize("m, n, k, runs", DIVIDED)
-def test_reference_is_as_near_to_the_truth(m, n, k, runs):
+@pytest.mark.parametrize("m, n, k, parts", DIVIDED)
+def test_reference_is_as_near_to_the_truth(m, n, k, parts):
     lhs, rhs = _operands(m, n, k)
     out = _multiply(lhs, rhs, split_k=True, implementation="xla")
     real = lambda x: np.asarray(x.dequantize(jnp.float32), np.float64)
@@ -91,18 +91,18 @@ def test_reference_is_as_near_to_the_truth(m, n, k, runs):
 
 @given(st.integers(1, 3000), st.integers(1, 8))
 def test_runs_are_all_blocks_in_order(num_blocks, count):
-    runs = runs_of(num_blocks, count)
-    assert len(runs) == count
-    assert [b for first, behind in runs for b in range(first, behind)] == list(range(num_blocks))
-    lengths = [behind - first for first, behind in runs]
+    parts = parts_of(num_blocks, count)
+    assert len(parts) == count
+    assert [b for first, behind in parts for b in range(first, behind)] == list(range(num_blocks))
+    lengths = [behind - first for first, behind in parts]
     assert lengths[0] == max(lengths) == -(-num_blocks // count)
 
 
 def test_extents_that_a_program_leaves_open_are_not_divided():
     (m,) = jax.export.symbolic_shape("m")
     with without_annotation_checks():
-        assert num_runs(m, 136, 32) == num_runs(8, m, 32) == num_runs(8, 136, m) == 1
-    assert num_runs(8, 136, 32) == 8
+        assert count_parts(m, 136, 32) == count_parts(8, m, 32) == count_parts(8, 136, m) == 1
+    assert count_parts(8, 136, 32) == 8
 
 
 def test_matmul_and_its_gradient_of_lhs_are_divided():

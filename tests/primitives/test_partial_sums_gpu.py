@@ -1,4 +1,4 @@
-"""Products that are added up in runs of k-blocks: the bits of the model, and the same again."""
+"""Products that are added up in parts: the bits of the model, and the same again."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from gpu_cases import E4M3, E5M2, SQUARE
 from partial_sums_cases import predicted
 
 import jax_fp8gemm as jf
-from jax_fp8gemm._data.split_k import num_runs
+from jax_fp8gemm._data.split_k import count_parts
 from jax_fp8gemm._tuning import partial_sums, tile_config
 
 pytestmark = pytest.mark.gpu
@@ -39,11 +39,11 @@ def _operands(shape, formats=(E4M3, E4M3)):
     return gpu_cases.operands(sum(shape), shape, SQUARE, formats)
 
 
-def _sum_of_runs(lhs, rhs, runs):
-    """The f32 products of runs by another kernel, added in order."""
+def _sum_of_parts(lhs, rhs, parts):
+    """The f32 products of parts by another kernel, added in order."""
     num_blocks = lhs.scale.shape[1]
-    length, total = -(-num_blocks // runs), None
-    for i in range(runs):
+    length, total = -(-num_blocks // parts), None
+    for i in range(parts):
         blocks = np.s_[:, i * length : (i + 1) * length]
         values = np.s_[:, i * length * 128 : (i + 1) * length * 128]
         part_of = lambda x, v=values, b=blocks: jf.ScaledArray(
@@ -57,7 +57,7 @@ def _sum_of_runs(lhs, rhs, runs):
 
 def _check(config, shape, formats=(E4M3, E4M3)):
     lhs, rhs = _operands(shape, formats)
-    expected = _sum_of_runs(lhs, rhs, config.cluster_k)
+    expected = _sum_of_parts(lhs, rhs, config.cluster_k)
     for out_dtype in (jnp.float32, jnp.bfloat16):
         multiply = functools.partial(gpu_cases.multiply, out_dtype=out_dtype)
         out_type = jax.ShapeDtypeStruct(shape[:2], out_dtype)
@@ -91,10 +91,10 @@ def test_split_k_has_the_bits_of_the_model(shape):
     out = np.asarray(jf.scaled_matmul(lhs, rhs, split_k=True, **how))
     rng = np.random.default_rng(0)
     rows, cols = rng.integers(0, m, 512), rng.integers(0, n, 512)
-    runs = num_runs(m, n, -(-k // 128))
-    assert runs > 1
+    parts = count_parts(m, n, -(-k // 128))
+    assert parts > 1
     matrices = *gpu_cases.on_host(lhs), *gpu_cases.on_host(rhs)
-    expected = predicted(*matrices, rows, cols, runs)
+    expected = predicted(*matrices, rows, cols, parts)
     assert (out[rows, cols].view(np.uint32) == expected.view(np.uint32)).all()
     assert (out != np.asarray(jf.scaled_matmul(lhs, rhs, **how))).any()
 
@@ -122,7 +122,7 @@ def test_runs_are_equal_beside_a_busy_stream(config):
     """Rings, cluster barriers and loads from other CTAs under shaken timing."""
     lhs, rhs = _operands((64, 4096, 2064))
     compiled = gpu_cases.compile_with(config, gpu_cases.multiply, lhs, rhs)
-    expected = _sum_of_runs(lhs, rhs, config.cluster_k)
+    expected = _sum_of_parts(lhs, rhs, config.cluster_k)
     with second_stream.busy() as load:
         outs = [gpu_cases.count_different(compiled(lhs, rhs), expected) for _ in range(100)]
     assert load.launches > 10
@@ -142,7 +142,7 @@ def test_matmul_in_a_graph_of_several_products():
 
 
 def test_the_other_tile_gives_other_bits():
-    """What _sum_of_runs is compared with would otherwise prove nothing."""
+    """What _sum_of_parts is compared with would otherwise prove nothing."""
     lhs, rhs = _operands((9, 576, 7168))
     whole = gpu_cases.compile_with(OTHER, gpu_cases.multiply, lhs, rhs)(lhs, rhs)
-    assert int(gpu_cases.count_different(whole, _sum_of_runs(lhs, rhs, 8))) > 100
+    assert int(gpu_cases.count_different(whole, _sum_of_parts(lhs, rhs, 8))) > 100

@@ -3,7 +3,7 @@
 //
 // Such a product has fewer tiles than the GPU has multiprocessors, and a tile takes its k-blocks
 // one after the other. Here the CTAs of a cluster divide the k-blocks of a tile of kBlockM x 64:
-// CTA r promotes a run of them into a sum of its own. The sums of the CTAs are added in the order
+// CTA r promotes a part of them into a sum of its own. The sums of the CTAs are added in the order
 // of r. split_k.cuh divides k-blocks without a change of bits, but only for up to 16 rows.
 //
 // The columns of rhs are the rows of wgmma, which takes 64 at a time, and the rows of lhs are its
