@@ -24,9 +24,8 @@
 // Sources: PTX ISA ld.shared::cluster, mapa, barrier.cluster, and those of gemm.cuh.
 #pragma once
 
-#include "gemm/tile.cuh"
+#include "gemm/split_k_ring.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace jax_fp8gemm {
@@ -35,7 +34,9 @@ template <typename Config>
 struct PartialSums {
   static constexpr int kRows = Config::kBlockM, kColumns = 64, kParts = Config::kClusterK;
   static constexpr int kNumAccums = Config::kNumAccums;
-  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  using Ring = SplitKRing<Config>;
+  using Cursor = typename Ring::Cursor;
+  static constexpr int kStageBytes = Ring::kStageBytes;
   // f32 of a row of `sums`. The lanes of a warp write to banks of their own.
   static constexpr int kSumsRow = kColumns + 4;
   static constexpr int kSumsBytes = (kRows * kSumsRow * 4 + 1023) / 1024 * 1024;
@@ -54,8 +55,7 @@ struct PartialSums {
   float* const sums;                 // [kRows][kSumsRow]: those of this CTA
   float* const scales;               // [per_part][kRows]: of row and columns, multiplied
   const int offset;                  // of the stages in shared memory
-  uint8_t* const stages;             // [num_stages][kColumns + kRows][128]: rhs, then lhs
-  const int num_stages;              // no more than it needs
+  const Ring ring;
 
   __device__ __forceinline__ PartialSums(const GemmParams& params, uint8_t* smem)
       : params(params),
@@ -68,9 +68,9 @@ struct PartialSums {
         sums(reinterpret_cast<float*>(smem + sizeof(Barriers))),
         scales(reinterpret_cast<float*>(smem + sizeof(Barriers) + kSumsBytes)),
         offset(sizeof(Barriers) + kSumsBytes + (per_part * kRows * 4 + 1023) / 1024 * 1024),
-        stages(smem + offset),
-        num_stages(min(min(Config::kNumStages, max(per_part, kNumAccums)),
-                       (JAX_FP8GEMM_SMEM_BYTES - offset) / kStageBytes)) {}
+        ring{barriers.full, barriers.empty, smem + offset,
+             min(min(Config::kNumStages, max(per_part, kNumAccums)),
+                 (JAX_FP8GEMM_SMEM_BYTES - offset) / kStageBytes)} {}
 
   __device__ __forceinline__ void run() {
     init_barriers();
@@ -78,7 +78,7 @@ struct PartialSums {
     const int num_columns = ceil_div(params.n, kColumns);
     const int num_tiles = ceil_div(params.m, kRows) * num_columns;
     Cursor cursor;
-    if (warp == 10) cursor.advance(num_stages);
+    if (warp == 10) cursor.advance(ring.num_stages);
 #pragma unroll 1
     for (int tile = blockIdx.x / kParts; tile < num_tiles; tile += gridDim.x / kParts) {
       const int row = tile / num_columns * kRows, column = tile % num_columns * kColumns;
@@ -89,7 +89,9 @@ struct PartialSums {
         named_barrier_sync(kScalesBarrier, 256);
       } else {
         if (warp == 8 || warp == 10) {
-          if (elect_one()) load((warp - 8) / 2, row, column, cursor);
+          if (elect_one()) {
+            ring.template load<1>(params, (warp - 8) / 2, row, column, first, count, cursor);
+          }
         }
         __syncwarp();
       }
@@ -103,61 +105,15 @@ struct PartialSums {
   }
 
  private:
-  // A position in the ring of stages, whose length is known when the kernel runs.
-  struct Cursor {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance(int num_stages) {
-      if (++stage == num_stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-    __device__ __forceinline__ void skip(int num, int num_stages) {
-      stage += num;
-      while (stage >= num_stages) {
-        stage -= num_stages;
-        phase ^= 1;
-      }
-    }
-  };
-
   __device__ __forceinline__ void init_barriers() {
     if (threadIdx.x == 0) {
       tma_prefetch_descriptor(&params.lhs);
       tma_prefetch_descriptor(&params.rhs);
-      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.full[stage], 1);
-      mbarrier_fence_init();
+      ring.init_full();
     } else if (threadIdx.x == 32) {
-      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.empty[stage], 4);
-      mbarrier_fence_init();
+      ring.init_empty();
     }
     __syncthreads();
-  }
-
-  // Copies, by one lane, every second k-block of this CTA.
-  __device__ __forceinline__ void load(int loader, int row, int column, Cursor& cursor) {
-    // A row that TMA fills with zeros takes longer than one that it loads (Tile::kLoadsShort). What
-    // the stage has behind these rows reaches only rows of the result that are not stored.
-    const bool is_short = row + kRows > params.m;
-    const TensorMap* lhs = is_short ? &params.lhs_part : &params.lhs;
-    const int num_rows = is_short ? params.m - row : kRows;
-    Cursor next_tile = cursor;
-    next_tile.skip(count, num_stages);
-#pragma unroll 1
-    for (int i = loader; i < count; i += 2) {
-      const int k = (first + i) * 128;
-      uint8_t* stage = stages + cursor.stage * kStageBytes;
-      Barrier* full = &barriers.full[cursor.stage];
-      mbarrier_wait(&barriers.empty[cursor.stage], cursor.phase ^ 1);
-      mbarrier_arrive_expect_tx(full, (kColumns + num_rows) * 128);
-      tma_load_2d(&params.rhs, full, stage, k, column);
-      tma_load_2d(lhs, full, stage + kColumns * 128, k, row);
-      cursor.advance(num_stages);
-      cursor.advance(num_stages);
-    }
-    cursor = next_tile;
   }
 
   __device__ __forceinline__ void read_scales(int thread, int row, int column) const {
@@ -173,7 +129,7 @@ struct PartialSums {
   // Multiplies and promotes the k-blocks of this CTA, and writes `sums`.
   __device__ __forceinline__ void multiply(int warp, Cursor& cursor) const {
     const int lane = threadIdx.x % 32;
-    const uint32_t first_stage = wgmma_descriptor(stages);
+    const uint32_t first_stage = wgmma_descriptor(ring.stages);
     // A thread has rows 8e + 2 (lane % 4) and the next, of two columns 8 apart.
     const float* scale = scales + 2 * (lane % 4);
     float accum[kNumAccums][kRows / 2], total[kRows / 2];
@@ -182,14 +138,14 @@ struct PartialSums {
     int done_stage = cursor.stage;
     bool waits_for_scales = true;
     const auto issue = [&](int i) {
-      mbarrier_wait(&barriers.full[cursor.stage], cursor.phase);
+      mbarrier_wait(&ring.full[cursor.stage], cursor.phase);
       const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
       multiply_k_block<kRows, true>(accum[i], rhs, rhs + kColumns * 128 / 16);
-      cursor.advance(num_stages);
+      cursor.advance(ring.num_stages);
     };
     const auto promote = [&](int i) {
-      if (lane == 0) mbarrier_arrive(&barriers.empty[done_stage]);
-      if (++done_stage == num_stages) done_stage = 0;
+      if (lane == 0) mbarrier_arrive(&ring.empty[done_stage]);
+      if (++done_stage == ring.num_stages) done_stage = 0;
       wgmma_pin(accum[i]);
       if (waits_for_scales) named_barrier_sync(kScalesBarrier, 256);
       waits_for_scales = false;

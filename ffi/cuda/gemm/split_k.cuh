@@ -28,9 +28,8 @@
 #pragma once
 
 #include "gemm/split_k_adder.cuh"
-#include "gemm/tile.cuh"
+#include "gemm/split_k_ring.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace jax_fp8gemm {
@@ -41,7 +40,9 @@ struct SplitK {
   static constexpr int kRows = Adder::kRows, kColumns = Adder::kColumns, kSplit = Adder::kSplit;
   static constexpr int kVector = Adder::kVector;
   static constexpr int kNumAccums = Config::kNumAccums;
-  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  using Ring = SplitKRing<Config>;
+  using Cursor = typename Ring::Cursor;
+  static constexpr int kStageBytes = Ring::kStageBytes;
 
   struct alignas(1024) Barriers {
     Barrier full[Config::kNumStages], empty[Config::kNumStages], arrived[Adder::kMostChunks];
@@ -52,10 +53,9 @@ struct SplitK {
   Barriers& barriers;
   const int rank;  // in the cluster
   Adder adder;
-  const int count;        // k-blocks of this CTA
-  const int offset;       // of the stages in shared memory
-  uint8_t* const stages;  // [num_stages][kColumns + kRows][128]: rhs, then lhs
-  const int num_stages;   // no more than it needs: to initialise the barriers of one takes 0.02 us
+  const int count;   // k-blocks of this CTA
+  const int offset;  // of the stages in shared memory
+  const Ring ring;
 
   __device__ __forceinline__ SplitK(const GemmParams& params, uint8_t* smem)
       : params(params),
@@ -64,9 +64,9 @@ struct SplitK {
         adder(params, barriers.arrived, smem + sizeof(Barriers), rank),
         count(ceil_div(adder.num_k_blocks - rank, kSplit)),
         offset(sizeof(Barriers) + Adder::smem_bytes(adder.num_k_blocks)),
-        stages(smem + offset),
-        num_stages(min(min(Config::kNumStages, max(count, kNumAccums)),
-                       (JAX_FP8GEMM_SMEM_BYTES - offset) / kStageBytes)) {}
+        ring{barriers.full, barriers.empty, smem + offset,
+             min(min(Config::kNumStages, max(count, kNumAccums)),
+                 (JAX_FP8GEMM_SMEM_BYTES - offset) / kStageBytes)} {}
 
   __device__ __forceinline__ void run() {
     init_barriers();
@@ -74,7 +74,7 @@ struct SplitK {
     const int num_columns = ceil_div(params.n, kColumns);
     const int num_tiles = ceil_div(params.m, kRows) * num_columns;
     Cursor cursor;
-    if (warp == 10) cursor.advance(num_stages);
+    if (warp == 10) cursor.advance(ring.num_stages);
     uint32_t parity = 0;  // of `arrived`
 #pragma unroll 1
     for (int tile = blockIdx.x / kSplit; tile < num_tiles; tile += gridDim.x / kSplit) {
@@ -92,7 +92,9 @@ struct SplitK {
         adder.add(threadIdx.x - 128, row, column, parity);
       } else {
         if (warp == 8 || warp == 10) {
-          if (elect_one()) load((warp - 8) / 2, row, column, cursor);
+          if (elect_one()) {
+            ring.template load<kSplit>(params, (warp - 8) / 2, row, column, rank, count, cursor);
+          }
         }
         __syncwarp();
         cluster_wait();
@@ -102,70 +104,24 @@ struct SplitK {
   }
 
  private:
-  // A position in the ring of stages, whose length is known when the kernel runs.
-  struct Cursor {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance(int num_stages) {
-      if (++stage == num_stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-    __device__ __forceinline__ void skip(int num, int num_stages) {
-      stage += num;
-      while (stage >= num_stages) {
-        stage -= num_stages;
-        phase ^= 1;
-      }
-    }
-  };
-
   __device__ __forceinline__ void init_barriers() {
     if (threadIdx.x == 0) {
       tma_prefetch_descriptor(&params.lhs);
       tma_prefetch_descriptor(&params.rhs);
-      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.full[stage], 1);
-      mbarrier_fence_init();
+      ring.init_full();
     } else if (threadIdx.x == 32) {
-      for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&barriers.empty[stage], 4);
-      mbarrier_fence_init();
+      ring.init_empty();
     } else if (threadIdx.x == 128) {
       adder.init_barriers();
     }
     __syncthreads();
   }
 
-  // Copies, by one lane, every second k-block of this CTA.
-  __device__ __forceinline__ void load(int loader, int row, int column, Cursor& cursor) {
-    // A row that TMA fills with zeros takes longer than one that it loads (Tile::kLoadsShort). What
-    // the stage has behind these rows reaches only rows of the result that are not stored.
-    const bool is_short = row + kRows > params.m;
-    const TensorMap* lhs = is_short ? &params.lhs_part : &params.lhs;
-    const int num_rows = is_short ? params.m - row : kRows;
-    Cursor next_tile = cursor;
-    next_tile.skip(count, num_stages);
-#pragma unroll 1
-    for (int i = loader; i < count; i += 2) {
-      const int k = (rank + i * kSplit) * 128;
-      uint8_t* stage = stages + cursor.stage * kStageBytes;
-      Barrier* full = &barriers.full[cursor.stage];
-      mbarrier_wait(&barriers.empty[cursor.stage], cursor.phase ^ 1);
-      mbarrier_arrive_expect_tx(full, (kColumns + num_rows) * 128);
-      tma_load_2d(&params.rhs, full, stage, k, column);
-      tma_load_2d(lhs, full, stage + kColumns * 128, k, row);
-      cursor.advance(num_stages);
-      cursor.advance(num_stages);
-    }
-    cursor = next_tile;
-  }
-
   // Multiplies the k-blocks of this CTA, and sends the results. Before the first one it waits for
   // the cluster.
   __device__ __forceinline__ void multiply(int warp, Cursor& cursor) {
     const int lane = threadIdx.x % 32;
-    const uint32_t first_stage = wgmma_descriptor(stages);
+    const uint32_t first_stage = wgmma_descriptor(ring.stages);
     // Where the first k-block goes: in the CTA of the warp's columns, or in those of its halves.
     constexpr int kShares = Adder::kShares;
     uint32_t slot[kShares], arrived[kShares];
@@ -180,14 +136,14 @@ struct SplitK {
     int sent_stage = cursor.stage, k_block = rank;
     bool waits_for_cluster = true;
     const auto issue = [&](int i) {
-      mbarrier_wait(&barriers.full[cursor.stage], cursor.phase);
+      mbarrier_wait(&ring.full[cursor.stage], cursor.phase);
       const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
       multiply_k_block<kRows, true>(accum[i], rhs, rhs + kColumns * 128 / 16);
-      cursor.advance(num_stages);
+      cursor.advance(ring.num_stages);
     };
     const auto send = [&](int i) {
-      if (lane == 0) mbarrier_arrive(&barriers.empty[sent_stage]);
-      if (++sent_stage == num_stages) sent_stage = 0;
+      if (lane == 0) mbarrier_arrive(&ring.empty[sent_stage]);
+      if (++sent_stage == ring.num_stages) sent_stage = 0;
       wgmma_pin(accum[i]);
       if (waits_for_cluster) cluster_wait();
       waits_for_cluster = false;

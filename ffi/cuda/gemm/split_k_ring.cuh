@@ -1,0 +1,75 @@
+// The ring of operands of the kernels in which a cluster divides k, split_k.cuh and
+// partial_sums.cuh: positions in it, its barriers, and its producer.
+#pragma once
+
+#include "gemm/tile.cuh"
+#include "ptx/tma.cuh"
+
+namespace jax_fp8gemm {
+
+template <typename Config>
+struct SplitKRing {
+  static constexpr int kRows = Config::kBlockM, kColumns = 64;
+  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+
+  // A position in the ring, whose length is known when the kernel runs.
+  struct Cursor {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance(int num_stages) {
+      if (++stage == num_stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    __device__ __forceinline__ void skip(int num, int num_stages) {
+      stage += num;
+      while (stage >= num_stages) {
+        stage -= num_stages;
+        phase ^= 1;
+      }
+    }
+  };
+
+  Barrier *const full, *const empty;  // [num_stages]
+  uint8_t* const stages;              // [num_stages][kColumns + kRows][128]: rhs, then lhs
+  const int num_stages;  // no more than it needs: a barrier takes 0.02 us to initialise
+
+  // Each by one thread.
+  __device__ __forceinline__ void init_full() const {
+    for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&full[stage], 1);
+    mbarrier_fence_init();
+  }
+  __device__ __forceinline__ void init_empty() const {
+    for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&empty[stage], 4);
+    mbarrier_fence_init();
+  }
+
+  // Copies, by one lane, every second one of `count` k-blocks: first, first + kStep and so on.
+  template <int kStep>
+  __device__ __forceinline__ void load(const GemmParams& params, int loader, int row, int column,
+                                       int first, int count, Cursor& cursor) const {
+    // A row that TMA fills with zeros takes longer than one that it loads (Tile::kLoadsShort). What
+    // the stage has behind these rows reaches only rows of the result that are not stored.
+    const bool is_short = row + kRows > params.m;
+    const TensorMap* lhs = is_short ? &params.lhs_part : &params.lhs;
+    const int num_rows = is_short ? params.m - row : kRows;
+    Cursor next_tile = cursor;
+    next_tile.skip(count, num_stages);
+#pragma unroll 1
+    for (int i = loader; i < count; i += 2) {
+      const int k = (first + i * kStep) * 128;
+      uint8_t* stage = stages + cursor.stage * kStageBytes;
+      mbarrier_wait(&empty[cursor.stage], cursor.phase ^ 1);
+      mbarrier_arrive_expect_tx(&full[cursor.stage], (kColumns + num_rows) * 128);
+      tma_load_2d(&params.rhs, &full[cursor.stage], stage, k, column);
+      tma_load_2d(lhs, &full[cursor.stage], stage + kColumns * 128, k, row);
+      cursor.advance(num_stages);
+      cursor.advance(num_stages);
+    }
+    cursor = next_tile;
+  }
+};
+
+}  // namespace jax_fp8gemm
