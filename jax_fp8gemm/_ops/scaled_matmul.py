@@ -48,7 +48,7 @@ def scaled_matmul(
       over the axes that cut k.
     Raises:
       ValueError: shapes, blocks or scales disagree, or implementation is wrong.
-      TypeError: a dtype is wrong.
+      TypeError: a dtype is wrong, or split_k is no bool.
       RuntimeError: implementation="cuda", and the kernel cannot run.
     """
     op = "scaled_matmul"
