@@ -137,12 +137,7 @@ struct PartialSums {
     for (int i = 0; i < kRows / 2; ++i) total[i] = 0.f;
     int done_stage = cursor.stage;
     bool waits_for_scales = true;
-    const auto issue = [&](int i) {
-      mbarrier_wait(&ring.full[cursor.stage], cursor.phase);
-      const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
-      multiply_k_block<kRows, true>(accum[i], rhs, rhs + kColumns * 128 / 16);
-      cursor.advance(ring.num_stages);
-    };
+    const auto issue = [&](int i) { ring.multiply(accum[i], cursor, first_stage); };
     const auto promote = [&](int i) {
       if (lane == 0) mbarrier_arrive(&ring.empty[done_stage]);
       if (++done_stage == ring.num_stages) done_stage = 0;
@@ -159,34 +154,12 @@ struct PartialSums {
       }
       scale += kRows;
     };
-    int left = count;
-#pragma unroll 1
-    for (; left >= kNumAccums; left -= kNumAccums) {
-#pragma unroll
-      for (int i = 0; i < kNumAccums; ++i) issue(i);
-      promote_all<0>(promote);
-    }
-#pragma unroll 1
-    for (; left > 0; --left) {
-      issue(0);
-      wgmma_wait<0>();
-      promote(0);
-    }
+    Ring::for_each(count, issue, promote);
     if (waits_for_scales) named_barrier_sync(kScalesBarrier, 256);
     float* to = sums + 2 * (lane % 4) * kSumsRow + warp * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i)
       to[(i / 4 * 8 + i % 2) * kSumsRow + i / 2 % 2 * 8] = total[i];
-  }
-
-  // Promotes accumulators i and up, each when it is finished.
-  template <int i, typename Promote>
-  __device__ __forceinline__ static void promote_all(const Promote& promote) {
-    if constexpr (i < kNumAccums) {
-      wgmma_wait<kNumAccums - 1 - i>();
-      promote(i);
-      promote_all<i + 1>(promote);
-    }
   }
 
   // Adds the sums of all CTAs in every kParts-th row, four columns a thread, and stores them.

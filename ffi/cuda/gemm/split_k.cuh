@@ -135,12 +135,7 @@ struct SplitK {
     float accum[kNumAccums][kRows / 2];
     int sent_stage = cursor.stage, k_block = rank;
     bool waits_for_cluster = true;
-    const auto issue = [&](int i) {
-      mbarrier_wait(&ring.full[cursor.stage], cursor.phase);
-      const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
-      multiply_k_block<kRows, true>(accum[i], rhs, rhs + kColumns * 128 / 16);
-      cursor.advance(ring.num_stages);
-    };
+    const auto issue = [&](int i) { ring.multiply(accum[i], cursor, first_stage); };
     const auto send = [&](int i) {
       if (lane == 0) mbarrier_arrive(&ring.empty[sent_stage]);
       if (++sent_stage == ring.num_stages) sent_stage = 0;
@@ -160,30 +155,8 @@ struct SplitK {
       for (int share = 0; share < kShares; ++share) slot[share] += kSplit * Adder::kSlot * 4;
       k_block += kSplit;
     };
-    int left = count;
-#pragma unroll 1
-    for (; left >= kNumAccums; left -= kNumAccums) {
-#pragma unroll
-      for (int i = 0; i < kNumAccums; ++i) issue(i);
-      send_all<0>(send);
-    }
-#pragma unroll 1
-    for (; left > 0; --left) {
-      issue(0);
-      wgmma_wait<0>();
-      send(0);
-    }
+    Ring::for_each(count, issue, send);
     if (waits_for_cluster) cluster_wait();
-  }
-
-  // Sends accumulators i and up, each when it is finished.
-  template <int i, typename Send>
-  __device__ __forceinline__ static void send_all(const Send& send) {
-    if constexpr (i < kNumAccums) {
-      wgmma_wait<kNumAccums - 1 - i>();
-      send(i);
-      send_all<i + 1>(send);
-    }
   }
 };
 

@@ -1,9 +1,10 @@
 // The ring of operands of the kernels in which a cluster divides k, split_k.cuh and
-// partial_sums.cuh: positions in it, its barriers, and its producer.
+// partial_sums.cuh: positions in it, its barriers, its producer, and the order of its products.
 #pragma once
 
 #include "gemm/tile.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace jax_fp8gemm {
 
@@ -11,6 +12,7 @@ template <typename Config>
 struct SplitKRing {
   static constexpr int kRows = Config::kBlockM, kColumns = 64;
   static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  static constexpr int kNumAccums = Config::kNumAccums;
 
   // A position in the ring, whose length is known when the kernel runs.
   struct Cursor {
@@ -69,6 +71,45 @@ struct SplitKRing {
       cursor.advance(num_stages);
     }
     cursor = next_tile;
+  }
+
+  // Queues the product of the k-block at `cursor`. first_stage: the wgmma descriptor of `stages`.
+  __device__ __forceinline__ void multiply(float (&accum)[kRows / 2], Cursor& cursor,
+                                           uint32_t first_stage) const {
+    mbarrier_wait(&full[cursor.stage], cursor.phase);
+    const uint32_t rhs = first_stage + cursor.stage * (kStageBytes / 16);
+    multiply_k_block<kRows, true>(accum, rhs, rhs + kColumns * 128 / 16);
+    cursor.advance(num_stages);
+  }
+
+  // For each of `count` k-blocks in order, issue(i) queues its product in accumulator i, and
+  // use(i) takes it when it is finished. Up to kNumAccums are in flight.
+  template <typename Issue, typename Use>
+  __device__ __forceinline__ static void for_each(int count, const Issue& issue, const Use& use) {
+    int left = count;
+#pragma unroll 1
+    for (; left >= kNumAccums; left -= kNumAccums) {
+#pragma unroll
+      for (int i = 0; i < kNumAccums; ++i) issue(i);
+      use_all<0>(use);
+    }
+#pragma unroll 1
+    for (; left > 0; --left) {
+      issue(0);
+      wgmma_wait<0>();
+      use(0);
+    }
+  }
+
+ private:
+  // Takes accumulators i and up, each when it is finished.
+  template <int i, typename Use>
+  __device__ __forceinline__ static void use_all(const Use& use) {
+    if constexpr (i < kNumAccums) {
+      wgmma_wait<kNumAccums - 1 - i>();
+      use(i);
+      use_all<i + 1>(use);
+    }
   }
 };
 
