@@ -1,11 +1,11 @@
 """split_k: the parts in which a dense product of few rows may add up its contraction.
 
 With split_k, a dense 1d2d product of up to 64 rows, few columns and a long contraction divides its
-k-blocks into parts of equal length, of which the last ones may be shorter. Each part has an f32
-sum, as _primitives/gemm.py defines it for these k-blocks alone. The result is ((sum 0 + sum 1) +
-sum 2) and so on in f32, rounded to the dtype of the result.
+k-blocks into parts. All parts have the same length, except that the last parts may be shorter.
+_primitives/gemm.py defines the f32 sum of a part, as the product over its k-blocks alone. The
+result is ((sum 0 + sum 1) + sum 2) and so on in f32, rounded to the dtype of the result.
 
-n and k alone decide how many parts there are. So no other row changes a bit of a row, as long as
+The number of parts depends on n and k alone. So no other row changes a bit of a row, as long as
 there are at most 64 rows.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-MOST_ROWS = 64
+_MOST_ROWS = 64
 
 
 class _Division(NamedTuple):
@@ -42,7 +42,7 @@ def count_parts(m: Any, n: Any, num_blocks: Any) -> int:
     """Returns how many parts a product has with split_k: 1 where it is not divided."""
     if not all(isinstance(extent, int) for extent in (m, n, num_blocks)):
         return 1  # a program for all sizes
-    if m > MOST_ROWS or num_blocks > _MOST_BLOCKS:
+    if m > _MOST_ROWS or num_blocks > _MOST_BLOCKS:
         return 1
     for division in _DIVISIONS:
         if n <= division.most_columns:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm._data import formats
-from jax_fp8gemm._data.split_k import add_parts, count_parts
+from jax_fp8gemm._data.split_k import add_parts
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._emulation.tensor_core import block_sums
 from jax_fp8gemm._sharding.manual_axes import constant_like
@@ -37,7 +37,7 @@ def multiply(
     is_1d1d: bool,
     is_2d1d: bool = False,
     out_dtype: Any,
-    split_k: bool = False,
+    num_parts: int = 1,
 ):
     """gemm.reference with the bits of the kernel."""
     if is_2d1d:  # as the kernel: the transpose of the product of the exchanged operands
@@ -52,8 +52,6 @@ def multiply(
         for x in lax.optimization_barrier((lhs, rhs))
     )
     scales = f32.to_bits(rhs_scale)
-    num_blocks = formats.num_blocks(k)
-    count = count_parts(m, n, num_blocks) if split_k else 1
 
     def add_up(values, scale):
         def add_block(b, promoted):
@@ -61,7 +59,7 @@ def multiply(
 
         zeros = constant_like(values, jnp.zeros((values.shape[0], n), jnp.uint32))
         add_part = lambda first, behind: lax.fori_loop(first, behind, add_block, zeros)
-        return add_parts(add_part, f32.add, num_blocks, count)
+        return add_parts(add_part, f32.add, formats.num_blocks(k), num_parts)
 
     promoted = map_rows(add_up, lhs, f32.to_bits(lhs_scale))
     return [finish(promoted, accum, out_dtype)]

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data.checks import short_type
-from jax_fp8gemm._data.formats import num_blocks
-from jax_fp8gemm._data.split_k import count_parts
 from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
-from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims
+from jax_fp8gemm._primitives.gemm_dims import matrix_shapes, num_batch_dims, num_parts
 from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._runtime.backend_info import backend_info
 from jax_fp8gemm._tuning import choose, cost, gated_config, masked_rows
@@ -144,7 +142,7 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
         return None, 0, 0.0
     spec = _spec(params, is_1d1d=is_1d1d, accumulate=len(operands) == 5)
     padded = *_exchanged(m, _up(n, 8), spec), _up(k, 16)
-    parts = count_parts(m, n, num_blocks(k)) if params["split_k"] else 1
+    parts = num_parts(operands, num_k_dims, params["split_k"])
     config = choose.choose(*padded, **spec, num_sms=hopper.NUM_SMS, num_parts=parts)
     product = _product(*padded, None, spec)
     return _text(config), flop, num_products * choose.predicted_us(config, product)

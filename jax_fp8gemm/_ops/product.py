@@ -192,8 +192,7 @@ def gemm_as(
 ) -> jax.Array:
     """Returns the product with a result of `dtype`. One in f16 is rounded from f32."""
     how = kernel_dtype(dtype), spec.implementation, None, spec.reduce_dtype, out_spec
-    split_k = spec.recipe.split_k
-    return gemm(lhs, rhs, *how, split_k=split_k).astype(dtype)
+    return gemm(lhs, rhs, *how, spec.recipe.split_k).astype(dtype)
 
 
 def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:

@@ -58,7 +58,6 @@ def scaled_matmul(
     checks.check_same_k(op, lhs, lhs.shape[1], rhs, rhs.shape[1])
     shape = lhs.shape[0], rhs.shape[0]
     out_dtype = check_result(op, shape, out_dtype, implementation, accumulate_into)
-    if type(split_k) is not bool:
-        raise TypeError(f"{op}: split_k must be True or False; got {split_k!r}")
-    rhs = without_twin(rhs)
+    checks.check_bool(op, split_k=split_k)
+    rhs, split_k = without_twin(rhs), bool(split_k)
     return gemm(lhs, rhs, out_dtype, implementation, accumulate_into, split_k=split_k)

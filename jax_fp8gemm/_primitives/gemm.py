@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.scaled_array import ScaledArray, twin_of, values_and_scale
-from jax_fp8gemm._data.split_k import add_parts, count_parts
+from jax_fp8gemm._data.split_k import add_parts
 from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
@@ -132,7 +132,7 @@ def reference(
     is_1d1d: bool,
     is_2d1d: bool = False,
     out_dtype,
-    split_k: bool = False,
+    num_parts: int = 1,
 ):
     """Multiplies matrices in plain JAX."""
     m, k = lhs.shape
@@ -150,9 +150,7 @@ def reference(
         start = first, constant_like(lhs, jnp.zeros((m, n), jnp.float32))
         return lax.while_loop(lambda carry: carry[0] < behind, promote, start)[1]
 
-    num_blocks = lhs.shape[1]
-    count = count_parts(m, n, num_blocks) if split_k else 1
-    promoted = add_parts(add_up, jnp.add, num_blocks, count)
+    promoted = add_parts(add_up, jnp.add, lhs.shape[1], num_parts)
     for x in accum:
         promoted = x + promoted
     return [promoted.astype(out_dtype)]
@@ -202,7 +200,7 @@ def _ffi_call(
     is_1d1d: bool,
     is_2d1d: bool = False,
     out_dtype,
-    split_k: bool = False,
+    num_parts: int = 1,
 ):
     """Calls the kernel. It needs k % 16 == 0 and n % 8 == 0, so operands are padded with zeros.
 
@@ -222,8 +220,7 @@ def _ffi_call(
     if is_1d1d or is_2d1d:
         rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
     accum = [pad(x, 0, pad_n) for x in accum]
-    count = count_parts(m, n, formats.num_blocks(k)) if split_k else 1
-    num_sms = max(extension.num_sms(), count)
+    num_sms = max(extension.num_sms(), num_parts)
     spec = dict(
         is_1d1d=is_1d1d,
         transpose_out=is_2d1d,
@@ -235,7 +232,7 @@ def _ffi_call(
         extents = extents[::-1]
         lhs, lhs_scale, rhs, rhs_scale = rhs, rhs_scale, lhs, lhs_scale
     config = choose.choose(
-        *extents, k + -k % 16, num_sms=num_sms, num_parts=count, **spec
+        *extents, k + -k % 16, num_sms=num_sms, num_parts=num_parts, **spec
     ).attributes(**spec, **operand_formats(lhs, rhs), num_sms=num_sms)
     # 1x128 scales are (rows, blocks) with rows minor. The scales of a tile are then neighbours.
     row_major, column_major = (0, 1), (1, 0)

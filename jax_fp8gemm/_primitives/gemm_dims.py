@@ -17,7 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_fp8gemm._data.formats import SCALE_BLOCK
+from jax_fp8gemm._data.formats import SCALE_BLOCK, num_blocks
+from jax_fp8gemm._data.split_k import count_parts
 from jax_fp8gemm._primitives.batch import Arrays, bind_each, map_batch
 
 
@@ -36,16 +37,25 @@ def matrix_shapes(operands, num_k_dims: int) -> list[tuple[int, int]]:
     ]
 
 
-def folded(run):
-    """Returns `run`, a product of matrices, as a function of the operands of the primitive."""
+def num_parts(operands, num_k_dims: int, split_k: bool) -> int:
+    """Returns in how many parts a product adds up k (_data/split_k.py)."""
+    (m, k), _, (n, _), *_ = matrix_shapes(operands, num_k_dims)
+    return count_parts(m, n, num_blocks(k)) if split_k else 1
 
-    def run_folded(*operands, num_k_dims: int, **params):
+
+def folded(run):
+    """Returns `run`, a product of matrices, as a function of the operands of the primitive.
+
+    `run` is told the number of parts in the place of split_k.
+    """
+
+    def run_folded(*operands, num_k_dims: int, split_k: bool, **params):
         lhs, rhs = operands[0], operands[2]
         num_batch = num_batch_dims(rhs, num_k_dims)
         batch = [math.prod(lhs.shape[:num_batch])] if num_batch else []
         shapes = matrix_shapes(operands, num_k_dims)
         matrices = [x.reshape(*batch, *shape) for x, shape in zip(operands, shapes, strict=True)]
-        run_one = partial(run, **params)
+        run_one = partial(run, num_parts=num_parts(operands, num_k_dims, split_k), **params)
         (out,) = map_batch(run_one, matrices, [0] * len(matrices)) if batch else run_one(*matrices)
         return [out.reshape(*lhs.shape[:-num_k_dims], rhs.shape[num_batch])]
 
