@@ -40,11 +40,8 @@ PIECES: dict[str, list[Step]] = {
         _step("host", 3, "host"),
     ],
     "2": [
-        _warm(
-            "held-out",
-            56,
-            "dense:held-out ragged:held-out masked:held-out dense:short dense:narrow",
-        ),
+        _warm("held-out", 56, "dense:held-out ragged:held-out masked:held-out"),
+        _warm("short", 17, "dense:short dense:narrow"),
         _step("dense-held-out", 109, f"dense --rows held-out --peers {_FEW_PEERS},xla_fp8"),
         _step("ragged-held-out", 22, f"ragged --rows held-out --peers {_FEW_PEERS}"),
         _step("masked-held-out", 8, "masked --rows held-out"),

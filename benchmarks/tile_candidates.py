@@ -118,8 +118,8 @@ def _deepest(
     slab_bytes = 128 * block_n if block_n % 32 else 8192  # of bf16
     fixed = consumers * max(16, slabs * slab_bytes) + 1024
     stages = min(24, (smem_bytes - fixed) // stage)
-    how = stages, slabs, cluster_m, cluster_n
-    return TileConfig(block_m, block_n, sub_n, consumers, accums, *how)
+    tile = block_m, block_n, sub_n
+    return TileConfig(*tile, consumers, accums, stages, slabs, cluster_m, cluster_n)
 
 
 def _unique(configs) -> list[TileConfig]:

@@ -33,14 +33,8 @@ NAMES = (
     *("deepgemm", "cublaslt_tensorwise", "cublaslt_block", "torch_bf16", "xla_fp8", "xla_bf16"),
     *("xla", "copy", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up", "fp8_head_swiglu"),
-    *(
-        "split_k",
-        "fp8_head_swiglu_square",
-        "square_wgrad",
-        "fp8_combine",
-        "copy_engines",
-        "every_gpu",
-    ),
+    *("fp8_head_swiglu_square", "square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
+    "split_k",
 )
 
 

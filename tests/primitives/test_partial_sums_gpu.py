@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 OTHER = tile_config.TILE_64X16
 each_config = pytest.mark.parametrize("config", partial_sums.PARTIAL_SUMS_CONFIGS, ids=str)
-# Runs that are empty or one k-block; more k-blocks than stages; columns that end inside a tile and
+# Parts that are empty or one k-block; more k-blocks than stages; columns that end inside a tile and
 # inside a block of scales; several rows of tiles; more tiles than clusters run at a time.
 SHAPES = [
     (1, 8, 16),
@@ -39,18 +39,18 @@ def _operands(shape, formats=(E4M3, E4M3)):
     return gpu_cases.operands(sum(shape), shape, SQUARE, formats)
 
 
-def _sum_of_parts(lhs, rhs, parts):
+def _sum_of_parts(lhs, rhs, num_parts):
     """The f32 products of parts by another kernel, added in order."""
     num_blocks = lhs.scale.shape[1]
-    length, total = -(-num_blocks // parts), None
-    for i in range(parts):
+    length, total = -(-num_blocks // num_parts), None
+    for i in range(num_parts):
         blocks = np.s_[:, i * length : (i + 1) * length]
         values = np.s_[:, i * length * 128 : (i + 1) * length * 128]
         part_of = lambda x, v=values, b=blocks: jf.ScaledArray(
             x.values[v], x.scale[b], block=x.block
         )
-        parts = part_of(lhs), part_of(rhs)
-        part = gpu_cases.multiply(*parts) if parts[0].shape[1] else jnp.zeros_like(total)
+        x, y = part_of(lhs), part_of(rhs)
+        part = gpu_cases.multiply(x, y) if x.shape[1] else jnp.zeros_like(total)
         total = part if total is None else total + part
     return total
 
@@ -67,7 +67,7 @@ def _check(config, shape, formats=(E4M3, E4M3)):
 
 @each_config
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_result_is_the_sum_of_the_runs(shape, config):
+def test_result_is_the_sum_of_the_parts(shape, config):
     _check(config, shape)
 
 

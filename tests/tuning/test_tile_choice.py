@@ -58,7 +58,7 @@ def test_others_are_not_split(shape, how):
 @pytest.mark.parametrize(
     "m, rows", [(1, 8), (8, 8), (9, 16), (17, 32), (33, 48), (49, 64), (64, 64)]
 )
-def test_a_product_in_runs_gets_a_tile_of_its_rows(m, rows):
+def test_a_product_in_parts_gets_a_tile_of_its_rows(m, rows):
     config = choose.choose(m, 576, 7168, **DENSE, num_parts=8)
     assert (config.block_m, config.cluster_k, config.partial_sums) == (rows, 8, True)
     assert config in partial_sums.PARTIAL_SUMS_CONFIGS
