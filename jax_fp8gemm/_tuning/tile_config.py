@@ -93,10 +93,13 @@ TILE_128X144 = TileConfig(
     block_m=128, block_n=144, sub_n=144, num_consumers=2, num_accums=1, num_stages=5, num_slabs=1
 )
 TILE_128X160 = TileConfig(
-    block_m=128, block_n=160, sub_n=160, num_consumers=2, num_accums=1, num_stages=5, num_slabs=1
+    block_m=128, block_n=160, sub_n=80, num_consumers=2, num_accums=2, num_stages=5, num_slabs=1
+)
+TILE_128X176 = TileConfig(
+    block_m=128, block_n=176, sub_n=88, num_consumers=2, num_accums=2, num_stages=4, num_slabs=1
 )
 TILE_128X192 = TileConfig(
-    block_m=128, block_n=192, sub_n=192, num_consumers=2, num_accums=1, num_stages=4, num_slabs=3
+    block_m=128, block_n=192, sub_n=96, num_consumers=2, num_accums=2, num_stages=4, num_slabs=3
 )
 TILE_128X224 = TileConfig(
     block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
@@ -119,6 +122,7 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
     TILE_128X112,
     TILE_128X144,
     TILE_128X160,
+    TILE_128X176,
     TILE_128X192,
     TILE_128X224,
     TILE_192X96,
@@ -163,7 +167,7 @@ GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
         dataclasses.replace(TILE_128X96, num_slabs=1),
         TILE_128X128_SUB64,
         TILE_128X144,
-        TILE_128X192,
+        dataclasses.replace(TILE_128X192, sub_n=192, num_accums=1),
         TILE_128X256,
         TILE_192X128,
     ),
