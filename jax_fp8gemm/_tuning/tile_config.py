@@ -101,6 +101,9 @@ TILE_128X176 = TileConfig(
 TILE_128X192 = TileConfig(
     block_m=128, block_n=192, sub_n=96, num_consumers=2, num_accums=2, num_stages=4, num_slabs=3
 )
+TILE_128X208 = TileConfig(
+    block_m=128, block_n=208, sub_n=104, num_consumers=2, num_accums=2, num_stages=4, num_slabs=1
+)
 TILE_128X224 = TileConfig(
     block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
 )
@@ -124,6 +127,7 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
     TILE_128X160,
     TILE_128X176,
     TILE_128X192,
+    TILE_128X208,
     TILE_128X224,
     TILE_192X96,
     *(

@@ -113,7 +113,9 @@ struct Batches {
   // memory: 128x192/192 took 11 % longer.
   __device__ __forceinline__ void read_scales(KBlock& block) {
     const uint32_t row = Tile::kReadsScalesLate ? block.scale_row : scale_row;
-    if constexpr (Tile::kSplitSub) {
+    if constexpr (Tile::kReadsPartsByBatch) {
+      read_parts(block, 0);
+    } else if constexpr (Tile::kSplitSub) {
 #pragma unroll
       for (int i = 0; i < Tile::kColumnScales; i += 4) {
         const float4 four = *reinterpret_cast<const float4*>(&shared.rhs_scale[block.stage][i]);
@@ -134,6 +136,13 @@ struct Batches {
         }
       }
     }
+  }
+
+  // Reads the scales of the parts that the ni-th batch of columns lies under.
+  __device__ __forceinline__ void read_parts(KBlock& block, int ni) {
+    const int end = ceil_div((ni + 1) * Config::kSubN, Tile::kColumnStep);
+#pragma unroll
+    for (int i = first_part(ni); i < end; ++i) block.parts[i] = shared.rhs_scale[block.stage][i];
   }
 
   // Queues one batch on the tensor cores.
@@ -189,7 +198,8 @@ struct Batches {
   __device__ __forceinline__ void scale_parts(int batch) {
     if constexpr (Tile::kSplitSub) {
       const int sub = batch % Tile::kSubs, mi = sub % Tile::kMSubs, ni = sub / Tile::kMSubs;
-      const KBlock& block = blocks[batch / Tile::kSubs];
+      KBlock& block = blocks[batch / Tile::kSubs];
+      if (Tile::kReadsPartsByBatch && ni > 0) read_parts(block, ni);
       const int first = first_part(ni);
 #pragma unroll
       for (int part = 0; part < Tile::kNumParts; ++part) {

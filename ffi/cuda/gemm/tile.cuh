@@ -123,6 +123,9 @@ struct Tile {
       kSplitSub
           ? ceil_div(kColumnStep - gcd(Config::kSubN, kColumnStep) + Config::kSubN, kColumnStep)
           : 1;
+  // Whether sums and accumulators leave registers for the scales of one batch's parts alone.
+  static constexpr bool kReadsPartsByBatch =
+      kSplitSub && kMSubs * Config::kBlockN / 2 + Config::kNumAccums * kSubRegs >= 208;
   // Scales of rhs in a stage. Mirrors NumColumnScales.
   static constexpr int kColumnScales = Config::kIs1d1d ? ceil_div(Config::kBlockN, 32) * 32
                                        : kSplitSub ? ceil_div(Config::kBlockN / kColumnStep, 4) * 4
