@@ -28,7 +28,6 @@ from jax_fp8gemm._tuning.tile_config import GROUPED_CONTRACTION, GROUPED_ROWS, c
 # docs/experiments/gemm-memory.md. Another number of multiprocessors has no overrides.
 _OVERRIDES: dict[tuple[int, int, int, bool], TileConfig] = {
     (128, 32768, 512, False): tile_config.TILE_128X128_SUB64,  # 10.5 us, 128x256 11.8
-    (4096, 576, 7168, False): tile_config.TILE_128X144,  # 29.3 us, 192x96 30.9
 }
 
 override: Forced[TileConfig] = Forced()  # the config of every product within a context

@@ -4,14 +4,15 @@
 
 A round is a tile on every multiprocessor. The clocks of a k-block are those of its wgmma, of its
 loads from the L2 or of its latency, whichever is most. The constants were fitted to the times of
-many configs on 102 shapes drawn at random, on an H200, and some of them to 170 other shapes
-(docs/experiments/gemm-choice.md). The purpose is to rank configs. Products of
-groups of rows have grouped_cost.py, weight gradients cost.py.
+many configs on shapes drawn at random, on an H200 (docs/experiments/gemm-choice.md). The purpose is
+to rank configs. Products of groups of rows have grouped_cost.py, weight gradients cost.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from jax_fp8gemm._tuning.tile import TileConfig
 
@@ -23,17 +24,15 @@ _ROUND_US = 0.251  # wait for the slowest tile of a round
 _NOT_HIDDEN = 0.214  # of two things that overlap, the part of the shorter that adds to the longer
 _DRAM_BYTES_PER_US = 3.9e6
 
-# The part of the tensor cores' rate that 128 columns a wgmma reach, by consumers and accumulators.
-# One accumulator and one wgmma a k-block leave fewer batches to hide a promotion.
-_EFFICIENCY = {(1, 4): 0.567, (1, 2): 0.667, (2, 2): 0.865, (2, 1): 1.03, (3, 1): 0.98}
-_ONE_BATCH = 0.862  # of two consumers with one accumulator
+# The part of the rate that is left for two accumulators where 32 does not divide the columns of a
+# tile: scale blocks then cut it into parts of 16 columns with scales of their own.
+_NARROW_PARTS = 0.98
 _NARROW_COLUMNS = 15.8  # a wgmma takes as long as if it had so many columns more
 
-# The L2 to all multiprocessors that have a tile: they share it equally, few of them as well as all.
-_L2_BYTES_PER_CLOCK_OF_ALL = 8680
 # A row of a k-block begins in the middle of a line of 128 bytes of the L2 unless 128 divides k, and
-# in the middle of a sector of 32 unless 32 does. It then takes the L2 this much longer.
-_SPLIT_LINE, _SPLIT_SECTOR = 1.26, 2.2
+# in the middle of a sector of 32 unless 32 does. In the latter case it takes the L2 this much
+# longer.
+_SPLIT_SECTOR = 2.2
 _SPLIT_LATENCY = 0.2  # the part of it that latency grows by, where one lane copies
 
 _LATENCY_CLOCKS = {1: 233, 2: 233, 4: 176}  # least clocks of a k-block, by accumulators
@@ -52,6 +51,32 @@ _SLAB_CLOCKS = 150  # a lone consumer waits for its slabs
 _SHORT_TILE = 0.9
 
 
+class Rates(NamedTuple):
+    """The constants of a k-block that products without groups and products of groups do not share.
+
+    efficiency: the part of the tensor cores' rate that 128 columns a wgmma reach, by consumers and
+      accumulators.
+    one_batch: the part of it that is left where a k-block is one batch for each of two consumers,
+      by accumulators. Then fewer batches hide a promotion.
+    l2_bytes_per_clock: from the L2 to all multiprocessors that have a tile. They share it equally,
+      few of them as well as all.
+    split_line: how much longer the L2 takes for a row that begins in the middle of a line.
+    """
+
+    efficiency: Mapping[tuple[int, int], float]
+    one_batch: Mapping[int, float]
+    l2_bytes_per_clock: int
+    split_line: float
+
+
+DENSE_RATES = Rates(
+    {(1, 4): 0.567, (1, 2): 0.667, (2, 2): 0.96, (2, 1): 0.91, (3, 1): 0.91},
+    one_batch={1: 0.9, 2: 0.9},
+    l2_bytes_per_clock=9000,
+    split_line=1.2,
+)
+
+
 def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms: int) -> float:
     """Returns the predicted time of one launch. out_bytes: moved for each element of the result."""
     num_m, num_n = (
@@ -61,7 +86,7 @@ def dense_time_us(c: TileConfig, m: int, n: int, k: int, out_bytes: int, num_sms
     if c.cluster_m * c.cluster_n > 2:
         num_sms = min(num_sms, _SMS_OF_FOURS)
     busy = min(num_m * num_n, num_sms)
-    k_blocks = math.ceil(k / SCALE_BLOCK) * k_block_clocks(c, m, k, busy)
+    k_blocks = math.ceil(k / SCALE_BLOCK) * k_block_clocks(c, m, k, busy, DENSE_RATES)
     clocks = k_blocks + _TILE_CLOCKS + store_clocks(c, m, out_bytes)
     rounds = _rounds(c, m, num_m, num_n, num_sms)
     computing = rounds * clocks / _CLOCK_MHZ
@@ -79,26 +104,28 @@ def _rounds(c: TileConfig, m: int, num_m: int, num_n: int, num_sms: int) -> floa
     return rounds + _SHORT_TILE * math.ceil(left / num_sms)
 
 
-def k_block_clocks(c: TileConfig, m: int, k: int, busy: int) -> float:
+def k_block_clocks(c: TileConfig, m: int, k: int, busy: int, rates: Rates) -> float:
     """Returns the clocks of a k-block of one tile, while `busy` multiprocessors have one."""
-    efficiency = _EFFICIENCY[c.num_consumers, c.num_accums]
-    if c.num_consumers == 2 and c.num_accums == 1 and c.sub_n == c.block_n:
-        efficiency *= _ONE_BATCH
+    efficiency = rates.efficiency[c.num_consumers, c.num_accums]
+    if c.num_consumers == 2 and c.sub_n == c.block_n:
+        efficiency *= rates.one_batch[c.num_accums]
+    if c.num_consumers == c.num_accums == 2 and c.block_n % 32 != 0:
+        efficiency *= _NARROW_PARTS
     efficiency *= (1 + _NARROW_COLUMNS / 128) / (1 + _NARROW_COLUMNS / c.sub_n)
     multiplying = c.block_m * c.block_n / 32 / efficiency
-    split = row_split(k)
+    split = row_split(k, rates)
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * SCALE_BLOCK * split
-    loading = num_bytes * busy / _L2_BYTES_PER_CLOCK_OF_ALL
+    loading = num_bytes * busy / rates.l2_bytes_per_clock
     growth = _SPLIT_LATENCY * (split - 1) if c.num_consumers > 1 else 0.0
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
     clocks = max(_overlap(multiplying, loading), latency)
     return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
 
 
-def row_split(k: int) -> float:
+def row_split(k: int, rates: Rates) -> float:
     """Returns how much longer the L2 takes to read a k-block's part of a row of k values."""
-    return 1.0 if k % 128 == 0 else _SPLIT_LINE if k % 32 == 0 else _SPLIT_SECTOR
+    return 1.0 if k % 128 == 0 else rates.split_line if k % 32 == 0 else _SPLIT_SECTOR
 
 
 def store_clocks(c: TileConfig, m: int, out_bytes: int) -> float:

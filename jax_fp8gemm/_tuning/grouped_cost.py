@@ -4,8 +4,8 @@
 
 The sizes of groups are not known when a config is chosen. So tiles are counted for groups of
 several sizes around the mean. The clocks of a k-block are those of a dense product
-(_tuning/dense_cost.py). The constants here were fitted to the times of many configs on 80 shapes
-drawn at random, on an H200, and some of them to 414 other shapes
+(_tuning/dense_cost.py), at other rates. The constants here were fitted to the times of many configs
+on 80 shapes drawn at random, on an H200, and some of them to 414 other shapes
 (docs/experiments/grouped-choice.md). The purpose is to rank configs.
 """
 
@@ -13,10 +13,22 @@ from __future__ import annotations
 
 import math
 
-from jax_fp8gemm._tuning.dense_cost import SCALE_BLOCK, k_block_clocks, row_split, store_clocks
+from jax_fp8gemm._tuning.dense_cost import (
+    SCALE_BLOCK,
+    Rates,
+    k_block_clocks,
+    row_split,
+    store_clocks,
+)
 from jax_fp8gemm._tuning.tile import TileConfig
 from jax_fp8gemm._tuning.tile_config import TILE_128X128_SUB64, TILE_128X256
 
+_RATES = Rates(
+    {(1, 4): 0.567, (1, 2): 0.667, (2, 2): 0.865, (2, 1): 1.03, (3, 1): 0.98},
+    one_batch={1: 0.862, 2: 1.0},
+    l2_bytes_per_clock=8680,
+    split_line=1.26,
+)
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.7  # launch, first loads, drain
 _ROUND_US = 0.175  # between two tiles of a multiprocessor
@@ -56,7 +68,7 @@ def grouped_rows_time_us(
         num_m += (whole + 1) / num_sizes
         clocks += _last_tile_clocks(c, rows - whole * c.block_m, k, busy, out_bytes) / num_sizes
         if whole > 0:
-            k_blocks = num_k_blocks * k_block_clocks(c, c.block_m, k, busy)
+            k_blocks = num_k_blocks * k_block_clocks(c, c.block_m, k, busy, _RATES)
             tile_clocks = k_blocks + store_clocks(c, c.block_m, out_bytes)
             clocks += whole * tile_clocks / num_sizes
     rounds = math.ceil(num_m * num_n / num_sms)
@@ -72,10 +84,10 @@ def _last_tile_clocks(c: TileConfig, rows: float, k: int, busy: int, out_bytes: 
     if _exchanges(c) and rows <= _MOST_EXCHANGED_ROWS:
         num_bytes = rows * c.block_n * out_bytes
         store = num_bytes / _EXCHANGED_STORE_BYTES_PER_CLOCK
-        split = 1 + _EXCHANGED_SPLIT * (row_split(k) - 1)
+        split = 1 + _EXCHANGED_SPLIT * (row_split(k, _RATES) - 1)
         return num_k_blocks * _EXCHANGED_K_BLOCK_CLOCKS * split + store
     loaded = min(c.block_m, math.ceil(rows / _PART_ROWS) * _PART_ROWS)
-    clocks = num_k_blocks * k_block_clocks(c, loaded, k, busy)
+    clocks = num_k_blocks * k_block_clocks(c, loaded, k, busy, _RATES)
     return clocks * (_SHORT_TILE if c.num_consumers > 1 and rows <= 64 else 1.0)
 
 
