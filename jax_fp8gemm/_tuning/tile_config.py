@@ -157,7 +157,8 @@ CLUSTER_CONFIGS = (
 # The attribute `grouping`: what the groups of a product cut.
 GROUPED_ROWS, GROUPED_CONTRACTION = 1, 2
 
-# Grouped kernels have no clusters, and a table of groups in shared memory.
+# Grouped kernels have no clusters, and a table of groups in shared memory. Two accumulators gain
+# nothing there in 128x192.
 GROUPED_CONFIGS: dict[int, tuple[TileConfig, ...]] = {
     GROUPED_ROWS: (
         TILE_64X32,
