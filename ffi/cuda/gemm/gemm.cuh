@@ -107,11 +107,4 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
       if (threadIdx.x / 32 % 4 == 0 && elect_one()) tma_store_wait_read<0>();
     }
   }
-
-  // No CTA may leave while another can still write to it or arrive on its barriers.
-  if constexpr (Config::kClusterSize > 1) {
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-  }
 }
