@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -96,11 +97,20 @@ FAMILY_CONFIGS = [
 ]
 
 
-def precompile() -> None:
-    """Compiles every e4m3 kernel into the disk cache, on all cores."""
-    command = [sys.executable, "-P", "-m", "jax_fp8gemm", "precompile", "--clusters"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
+def precompile(folder: pathlib.Path) -> None:
+    """Compiles every e4m3 kernel into the disk cache, on all cores.
+
+    folder: of all processes of this test run. The first process compiles, the others wait for it.
+    """
+    with (folder / "precompiled").open("a+") as done:
+        fcntl.flock(done, fcntl.LOCK_EX)
+        done.seek(0)
+        if done.read():
+            return
+        command = [sys.executable, "-P", "-m", "jax_fp8gemm", "precompile", "--clusters"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+        done.write("yes")
 
 
 def compile_with(config: TileConfig | None, function: Callable, *args, **jit_options) -> Callable:

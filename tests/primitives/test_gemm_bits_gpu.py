@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import gpu_cases
 import jax
@@ -27,8 +28,10 @@ each_config = pytest.mark.parametrize("family,config", gpu_cases.FAMILY_CONFIGS,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_kernels():
-    gpu_cases.precompile()
+def compiled_kernels(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ  # each has a folder in that of the run
+    gpu_cases.precompile(base.parent if is_worker else base)
 
 
 @functools.cache
