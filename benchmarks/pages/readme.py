@@ -62,7 +62,7 @@ def means_text(prefix: str = "") -> str:
         ("ragged", "grouped"),
         ("masked", "masked"),
         ("ragged_wgrad", "grouped weight gradients"),
-        ("dense_held_out", "dense shapes that nothing was tuned for"),
+        ("dense_held_out", "held-out dense shapes"),
     ):
         document = load(prefix + table)
         rows = document["rows"] if document else []
