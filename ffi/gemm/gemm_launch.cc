@@ -53,9 +53,9 @@ int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
 int64_t PartRows(const GemmConfig& config, int64_t m) {
   if (GroupingOf(config) == Grouping::kRows) return kPartRows;
   // Mirrors Tile::kLoadsShort.
-  const bool loads_short = GroupingOf(config) == Grouping::kNone && !config.is_1d1d &&
-                           !config.accumulate && config.cluster_n == 1;
-  return loads_short ? m % config.block_m : 0;
+  const bool loads_short =
+      GroupingOf(config) == Grouping::kNone && !config.is_1d1d && !config.accumulate;
+  return loads_short ? m % (config.block_m / config.cluster_n) : 0;
 }
 
 // Whether the kernel copies row scales by a tensor map; else it copies pieces. Mirrors

@@ -77,9 +77,9 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   const int64_t m = c.Find("lhs")->dims[0];
   check.RequireMap(params.lhs, "lhs", "lhs", true);
   check.RequireMap(params.rhs, "rhs", "rhs", true);
-  // Boxes of a group's rows, or of the rows with which lhs ends inside a tile.
+  // Boxes of a group's rows, or of the rows with which lhs ends inside a CTA's part of a tile.
   const bool is_plain = grouping == 0 && !c.Get("is_1d1d") && !c.Get("accumulate");
-  const bool ends_inside = m % c.Get("block_m") != 0 && c.Get("cluster_n") == 1;
+  const bool ends_inside = m % (c.Get("block_m") / c.Get("cluster_n")) != 0;
   check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1 || (is_plain && ends_inside));
   check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale",
                    m % (m <= 128 ? 8 : 4) == 0 && c.Get("cluster_k") == 1);

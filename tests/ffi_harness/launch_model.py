@@ -44,11 +44,10 @@ def _tensor_maps(case: Case) -> dict:
     rhs_type, (rhs_rows, rhs_columns) = case.args["rhs"]
     out_type, (out_rows, out_columns) = case.rets["h" if c["gated"] else "out"]
     is_ragged_rows = c["grouping"] == 1
-    # Where lhs ends inside a tile, only its rows are loaded: in plain 1d2d products, and where no
-    # cluster shares lhs.
+    # Where lhs ends inside what a CTA loads, only its rows are loaded, in plain 1d2d products.
     is_plain = not (c["grouping"] or c["is_1d1d"] or c["accumulate"])
-    loads_short = is_plain and c["cluster_n"] == 1
-    part_rows = 32 if is_ragged_rows else m % c["block_m"] if loads_short else 0
+    loaded_rows = c["block_m"] // c["cluster_n"]
+    part_rows = 32 if is_ragged_rows else m % loaded_rows if is_plain else 0
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
     # Rows that end inside a line of the L2 are fetched line by line, unless there are few.
     operand = lambda name, dtype, shape, box_rows: _tensor_map(

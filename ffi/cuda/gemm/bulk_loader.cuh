@@ -66,6 +66,17 @@ struct BulkLoader {
   }
   __device__ __forceinline__ int num_short_rows() const { return params.m % Config::kBlockM; }
 
+  // The map by which this CTA loads its part of a short tile of lhs; null if lhs has no row there.
+  __device__ __forceinline__ const TensorMap* short_map(uint32_t rank) const {
+    if constexpr (Config::kClusterN == 1) {
+      return &params.lhs_part;
+    } else {
+      constexpr int kRows = Config::kBlockM / Config::kClusterN;
+      const int num_rows = num_short_rows() - int(rank) * kRows;
+      return num_rows >= kRows ? &params.lhs : num_rows > 0 ? &params.lhs_part : nullptr;
+    }
+  }
+
   // Waits until all CTAs of the cluster have given back all stages. Until then others write to this
   // CTA and arrive on its barriers, so it must not leave. NOTE: no other warp or lane waits. When
   // those without work stayed to the end, at a barrier of the cluster or of the CTA, kernels took 2
@@ -89,7 +100,7 @@ struct BulkLoader {
     const TensorMap* lhs = &params.lhs;
     uint32_t lhs_bytes = kInParts ? num_parts * kPartBytes : Tile::kLhsBytes;
     if (Tile::kLoadsShort && is_short(work)) {
-      lhs = &params.lhs_part;
+      lhs = short_map(rank);
       lhs_bytes = num_short_rows() * Tile::kScaleBlock;
     }
 #pragma unroll 1
@@ -112,7 +123,7 @@ struct BulkLoader {
           tma_load_2d(&params.lhs_part, full, shared.lhs[ring.stage] + part * kPartBytes,
                       k_block * Tile::kScaleBlock, work.lhs_row + part * Tile::kPartRows);
         }
-      } else {
+      } else if (Config::kClusterN == 1 || lhs != nullptr) {
         load_operand<Config::kClusterN, Tile::kLhsBytes>(lhs, full, shared.lhs[ring.stage], k_block,
                                                          work.lhs_row, rank);
       }

@@ -13,7 +13,7 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in ffi/gemm/gemm_launch.h.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap lhs_part;       // groups of rows: boxes of kPartRows; kLoadsShort: of m % kBlockM rows
+  TensorMap lhs_part;       // groups of rows: boxes of kPartRows; kLoadsShort: of what is left
   TensorMap lhs_scale_map;  // where has_scale_map(lhs_rows)
   TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
@@ -77,19 +77,20 @@ struct Tile {
                                      !Config::kIsGated;
   // Whether the last tiles along m are loaded without the rows that lhs does not have. NOTE: a row
   // that TMA fills with zeros costs the whole device more than one that it loads.
-  static constexpr bool kLoadsShort = grouping_of<Config>() == Grouping::kNone &&
-                                      !Config::kIs1d1d && !Config::kAccumulate &&
-                                      Config::kClusterN == 1;
+  static constexpr bool kLoadsShort =
+      grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate;
   // Whether products of few rows may get such tiles.
   static constexpr bool kIsForFewRows =
       !Config::kIs1d1d && Config::kBlockM <= 128 && Config::kBlockN <= 128;
   // Tiles of one consumer have little to multiply in a k-block. How long one takes is decided by
   // the lane that starts its copies, and by what the consumer does between two wgmma. So two lanes
   // start the copies of every second k-block each, and the consumer reads scales, and tests the
-  // next barriers, while all batches of a loop trip are queued.
-  static constexpr bool kIsShallow = grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d &&
-                                     !Config::kAccumulate && Config::kNumConsumers == 1 &&
-                                     Config::kClusterSize == 1;
+  // next barriers, while all batches of a loop trip are queued. NOTE: clusters of wider tiles, and
+  // those along m, take 1 to 3 % longer so.
+  static constexpr bool kIsShallow =
+      grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate &&
+      Config::kNumConsumers == 1 &&
+      (Config::kClusterSize == 1 || (Config::kClusterN > 1 && Config::kBlockN <= 64));
   // NOTE: parity tells only two phases of a barrier apart. A lane waits for a stage that the other
   // one may have used last. It has then waited, up to 3 k-blocks before, for a stage that consumers
   // gave back later than that one. So there must be at least 3 stages.
