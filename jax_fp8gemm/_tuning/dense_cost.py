@@ -19,7 +19,7 @@ from jax_fp8gemm._tuning.tile import TileConfig
 SCALE_BLOCK = 128
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.71  # launch, first loads, drain
-_CLUSTER_LAUNCH_US = 0.8  # clusters begin and end together
+_CLUSTER_LAUNCH_US = 0.3  # clusters begin together
 _ROUND_US = 0.251  # wait for the slowest tile of a round
 _NOT_HIDDEN = 0.214  # of two things that overlap, the part of the shorter that adds to the longer
 _DRAM_BYTES_PER_US = 3.9e6
@@ -61,12 +61,15 @@ class Rates(NamedTuple):
     l2_bytes_per_clock: from the L2 to all multiprocessors that have a tile. They share it equally,
       few of them as well as all.
     split_line: how much longer the L2 takes for a row that begins in the middle of a line.
+    split_sector_clocks: least clocks in which a multiprocessor copies a row that begins in the
+      middle of a sector.
     """
 
     efficiency: Mapping[tuple[int, int], float]
     one_batch: Mapping[int, float]
     l2_bytes_per_clock: int
     split_line: float
+    split_sector_clocks: float
 
 
 DENSE_RATES = Rates(
@@ -74,6 +77,7 @@ DENSE_RATES = Rates(
     one_batch={1: 0.9, 2: 0.9},
     l2_bytes_per_clock=9000,
     split_line=1.2,
+    split_sector_clocks=2.8,
 )
 
 
@@ -117,6 +121,8 @@ def k_block_clocks(c: TileConfig, m: int, k: int, busy: int, rates: Rates) -> fl
     rows = min(c.block_m, m) / c.cluster_n + c.block_n / c.cluster_m
     num_bytes = rows * SCALE_BLOCK * split
     loading = num_bytes * busy / rates.l2_bytes_per_clock
+    if k % 32 != 0:
+        loading = max(loading, rows * rates.split_sector_clocks)
     growth = _SPLIT_LATENCY * (split - 1) if c.num_consumers > 1 else 0.0
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
     clocks = max(_overlap(multiplying, loading), latency)

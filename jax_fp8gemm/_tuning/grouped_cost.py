@@ -28,6 +28,7 @@ _RATES = Rates(
     one_batch={1: 0.862, 2: 1.0},
     l2_bytes_per_clock=8680,
     split_line=1.26,
+    split_sector_clocks=0.0,  # not fitted
 )
 _CLOCK_MHZ = 1700  # under load, below its power limit
 _LAUNCH_US = 2.7  # launch, first loads, drain

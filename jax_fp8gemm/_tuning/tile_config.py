@@ -83,6 +83,9 @@ TILE_64X160 = TileConfig(
     block_m=64, block_n=160, sub_n=80, num_consumers=1, num_accums=2, num_stages=7, num_slabs=1
 )
 TILE_128X64_SLAB = dataclasses.replace(TILE_128X64, num_slabs=1)
+TILE_128X48 = TileConfig(
+    block_m=128, block_n=48, sub_n=48, num_consumers=2, num_accums=2, num_stages=9, num_slabs=1
+)
 TILE_128X96 = TileConfig(
     block_m=128, block_n=96, sub_n=96, num_consumers=2, num_accums=2, num_stages=6, num_slabs=3
 )
@@ -106,6 +109,9 @@ TILE_128X208 = TileConfig(
 )
 TILE_128X224 = TileConfig(
     block_m=128, block_n=224, sub_n=112, num_consumers=2, num_accums=1, num_stages=4, num_slabs=1
+)
+TILE_192X64 = TileConfig(
+    block_m=192, block_n=64, sub_n=64, num_consumers=3, num_accums=1, num_stages=6, num_slabs=1
 )
 TILE_192X96 = TileConfig(
     block_m=192, block_n=96, sub_n=96, num_consumers=3, num_accums=1, num_stages=5, num_slabs=1
@@ -144,7 +150,19 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
     *(dataclasses.replace(config, cluster_m=4) for config in (TILE_128X192, TILE_128X256)),
     *(
         dataclasses.replace(config, cluster_n=4)
-        for config in (TILE_128X96, TILE_128X112, TILE_128X160, TILE_192X128)
+        for config in (
+            dataclasses.replace(TILE_64X32, num_stages=18),
+            TILE_64X64_SLAB,
+            TILE_64X96_SLAB,
+            TILE_128X48,
+            TILE_128X64_SLAB,
+            TILE_128X96,
+            TILE_128X112,
+            TILE_128X128,
+            TILE_128X160,
+            TILE_192X64,
+            TILE_192X128,
+        )
     ),
 )
 # These are slower on most shapes (docs/experiments/gemm-memory.md), so no product gets them but
