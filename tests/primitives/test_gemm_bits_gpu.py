@@ -73,17 +73,37 @@ def test_every_config_gives_the_same_bits(family, config):
     gpu_cases.assert_same(compiled(given, lhs, rhs), accum + expected, f"{config} accumulating")
 
 
+@pytest.mark.parametrize("cluster_n", [1, 4])
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 @pytest.mark.parametrize("num_k_blocks", [1, 2, 3, 5])
-def test_two_copying_lanes_share_a_ring_of_any_depth(num_stages, num_k_blocks):
+def test_two_copying_lanes_share_a_ring_of_any_depth(num_stages, num_k_blocks, cluster_n):
     """Tiles of one consumer, several a CTA, that begin anywhere in the ring and at either lane."""
-    config = dataclasses.replace(tile_config.TILE_64X32, num_accums=2, num_stages=num_stages)
+    how = dict(num_accums=2, num_stages=num_stages, cluster_n=cluster_n)
+    config = dataclasses.replace(tile_config.TILE_64X32, **how)
     lhs, rhs = gpu_cases.operands(2, (1543, 776, 128 * num_k_blocks - 16), FAMILIES["1d2d"])
     expected = gpu_cases.multiply(lhs, rhs)  # by a tile of several consumers, which have one lane
     out_type = jax.ShapeDtypeStruct(expected.shape, expected.dtype)
     for _ in range(3):
         out = gpu_cases.run_poisoned(gpu_cases.multiply, (lhs, rhs), out_type, config)
         gpu_cases.assert_same(out, expected, f"{config}")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [c for c in tile_config.configs(is_1d1d=False, with_clusters=True) if c.cluster_n > 1],
+    ids=str,
+)
+def test_clusters_load_the_rows_that_lhs_has(config):
+    """lhs ends in the first, the second and the last part that a CTA loads, and between two."""
+    part = config.block_m // config.cluster_n
+    for rest in (1, part, part + 3, 2 * part, config.block_m - 5):
+        lhs, rhs = gpu_cases.operands(6, (config.block_m + rest, 1000, 656), FAMILIES["1d2d"])
+        alone = dataclasses.replace(config, cluster_n=1)
+        expected = gpu_cases.compile_with(alone, gpu_cases.multiply, lhs, rhs)(lhs, rhs)
+        gpu_cases.assert_model_predicts(expected, lhs, rhs, num_samples=1024)
+        out_type = jax.ShapeDtypeStruct(expected.shape, expected.dtype)
+        out = gpu_cases.run_poisoned(gpu_cases.multiply, (lhs, rhs), out_type, config)
+        gpu_cases.assert_same(out, expected, f"{config} {rest} more rows")
 
 
 @each_config
