@@ -55,6 +55,13 @@ def test_others_are_not_split(shape, how):
     assert choose.choose(*shape, **how).cluster_k == 1
 
 
+@pytest.mark.parametrize("m, n, k", [(69, 1776, 10672), (157, 2560, 10864), (231, 3328, 13488)])
+def test_rows_that_split_sectors_are_shared_by_four(m, n, k):
+    """Measured on an H200: 0.78 to 0.85 of the time of what was chosen without such clusters."""
+    assert choose.choose(m, n, k, **DENSE).cluster_n == 4
+    assert choose.choose(m, n, k // 128 * 128, **DENSE).cluster_n == 1
+
+
 @pytest.mark.parametrize(
     "m, rows", [(1, 8), (8, 8), (9, 16), (17, 32), (33, 48), (49, 64), (64, 64)]
 )
