@@ -13,7 +13,8 @@ namespace jax_fp8gemm {
 // Mirrors GemmParams in ffi/gemm/gemm_launch.h.
 struct GemmParams {
   TensorMap lhs, rhs;
-  TensorMap lhs_part;       // groups of rows: boxes of kPartRows; kLoadsShort: of what is left
+  // Groups of rows: boxes of kPartRows. kLoadsShort: of m % (kBlockM / kClusterN) rows.
+  TensorMap lhs_part;
   TensorMap lhs_scale_map;  // where has_scale_map(lhs_rows)
   TensorMap rhs_scale_map;  // 1d1d
   TensorMap out_map;        // kNumSlabs > 0
