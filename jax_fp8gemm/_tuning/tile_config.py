@@ -151,7 +151,7 @@ CONFIGS_1D2D: tuple[TileConfig, ...] = (
     *(
         dataclasses.replace(config, cluster_n=4)
         for config in (
-            dataclasses.replace(TILE_64X32, num_stages=18),
+            dataclasses.replace(TILE_64X32, num_stages=18),  # without groups one more has room
             TILE_64X64_SLAB,
             TILE_64X96_SLAB,
             TILE_128X48,

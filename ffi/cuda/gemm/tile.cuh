@@ -76,10 +76,12 @@ struct Tile {
                                      Config::kNumConsumers == 2 && Config::kNumAccums == 1 &&
                                      Config::kBlockM == 128 && Config::kBlockN == 256 &&
                                      !Config::kIsGated;
+  // 1d2d, without groups and without sums that are added to.
+  static constexpr bool kIsPlain =
+      grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate;
   // Whether the last tiles along m are loaded without the rows that lhs does not have. NOTE: a row
   // that TMA fills with zeros costs the whole device more than one that it loads.
-  static constexpr bool kLoadsShort =
-      grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate;
+  static constexpr bool kLoadsShort = kIsPlain;
   // Whether products of few rows may get such tiles.
   static constexpr bool kIsForFewRows =
       !Config::kIs1d1d && Config::kBlockM <= 128 && Config::kBlockN <= 128;
@@ -89,8 +91,7 @@ struct Tile {
   // next barriers, while all batches of a loop trip are queued. NOTE: clusters of wider tiles, and
   // those along m, take 1 to 3 % longer so.
   static constexpr bool kIsShallow =
-      grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate &&
-      Config::kNumConsumers == 1 &&
+      kIsPlain && Config::kNumConsumers == 1 &&
       (Config::kClusterSize == 1 || (Config::kClusterN > 1 && Config::kBlockN <= 64));
   // NOTE: parity tells only two phases of a barrier apart. A lane waits for a stage that the other
   // one may have used last. It has then waited, up to 3 k-blocks before, for a stage that consumers
