@@ -36,7 +36,9 @@ _SPLIT_SECTOR = 2.2
 _SPLIT_LATENCY = 0.2  # the part of it that latency grows by, where one lane copies
 
 _LATENCY_CLOCKS = {1: 233, 2: 233, 4: 176}  # least clocks of a k-block, by accumulators
-_CLUSTER = 1.12  # CTAs of a cluster wait for each other
+# CTAs of a cluster wait for each other: with one consumer, and with more.
+_CLUSTER_OF_ONE = 1.04
+_CLUSTER = 1.12
 # Multiprocessors that clusters of four find, of 132. 30 such clusters ran at a time on an H100, and
 # 32 did not.
 _SMS_OF_FOURS = 120
@@ -126,7 +128,9 @@ def k_block_clocks(c: TileConfig, m: int, k: int, busy: int, rates: Rates) -> fl
     growth = _SPLIT_LATENCY * (split - 1) if c.num_consumers > 1 else 0.0
     latency = _LATENCY_CLOCKS[c.num_accums] * (1 + growth)
     clocks = max(_overlap(multiplying, loading), latency)
-    return clocks * (_CLUSTER if c.cluster_m * c.cluster_n > 1 else 1.0)
+    if c.cluster_m * c.cluster_n == 1:
+        return clocks
+    return clocks * (_CLUSTER_OF_ONE if c.num_consumers == 1 else _CLUSTER)
 
 
 def row_split(k: int, rates: Rates) -> float:
