@@ -18,6 +18,7 @@
 #include "gemm/grouped_gated_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
+#include "gemm/quantizing_gemm.h"
 #include "jit/jit.h"
 #include "jit/nvrtc_use.h"
 #include "jit/trusted_folder.h"
@@ -63,6 +64,8 @@ nb::dict Registrations() {
              GroupedGatedGemmExecuteHandler);
   targets["jax_fp8gemm_grouped_wgrad"] = bundle(
       GroupedWgradInstantiateHandler, GroupedWgradPrepareHandler, GroupedWgradExecuteHandler);
+  targets["jax_fp8gemm_quantizing_gemm"] = bundle(
+      QuantizingGemmInstantiateHandler, QuantizingGemmPrepareHandler, QuantizingGemmExecuteHandler);
   targets["jax_fp8gemm_copy_rows"] =
       bundle(CopyRowsInstantiateHandler, CopyRowsPrepareHandler, CopyRowsExecuteHandler);
   targets["jax_fp8gemm_sum_rows"] =

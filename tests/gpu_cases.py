@@ -124,7 +124,12 @@ def compile_with(config: TileConfig | None, function: Callable, *args, **jit_opt
     forced = contextlib.nullcontext() if config is None else choose.override(config)
     with forced:
         lowered = jax.jit(fresh, **jit_options).lower(*args)
-    targets = (extension.GEMM_TARGET, extension.GROUPED_GEMM_TARGET, extension.GROUPED_WGRAD_TARGET)
+    targets = (
+        extension.GEMM_TARGET,
+        extension.QUANTIZING_GEMM_TARGET,
+        extension.GROUPED_GEMM_TARGET,
+        extension.GROUPED_WGRAD_TARGET,
+    )
     calls = re.findall(rf"custom_call @(?:{'|'.join(targets)})\(.*", lowered.as_text())
     assert calls, "the kernel is not in the program"
     for field in dataclasses.fields(config) if config else ():

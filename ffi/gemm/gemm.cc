@@ -40,8 +40,9 @@ ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                            ShapeText(lhs), " at ", lhs.untyped_data(), ", rhs ", ShapeText(rhs),
                            " at ", rhs.untyped_data());
   }
-  if (GroupingOf(config) != Grouping::kNone) {
-    return InvalidArgument("gemm: config must have grouping 0; got ", config.grouping);
+  if (GroupingOf(config) != Grouping::kNone || config.quantizes_lhs) {
+    return InvalidArgument("gemm: config must have grouping 0 and quantizes_lhs 0; got ",
+                           config.grouping, " and ", config.quantizes_lhs);
   }
   const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1], rhs_k = rhs.dimensions()[1];
   const int64_t n = CountColumns(config, rhs.dimensions()[0]);
@@ -79,7 +80,7 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   const int64_t rows = config.transpose_out ? n : m, columns = config.transpose_out ? m : n;
   FFI_RETURN_IF_ERROR(CheckBuffer("gemm", "out", out, OutType(config), {rows, columns}));
   FFI_RETURN_IF_ERROR(CheckAccum("gemm", config, accum, out));
-  return ProductParams(config, lhs_scale, rhs_scale, out, m, n, k);
+  return ProductParams(config, lhs_scale.untyped_data(), rhs_scale, out, m, n, k);
 }
 
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,

@@ -16,16 +16,21 @@ constexpr int32_t kLeastSplitStages = 4;
 
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
+// Warps that quantise lhs. Each waits for every eighth stage (cuda/gemm/lhs_quantizer.cuh).
+constexpr int32_t kNumQuantizerWarps = 8;
+
 // Registers a thread after the roles split. A CTA has 65536, 512 a thread of one warpgroup; at
-// launch three warpgroups get 168 each, four 128. A lone consumer keeps what it was launched with.
+// launch three warpgroups get 168 each, four 128. A lone consumer keeps what it was launched with,
+// but where two warpgroups quantise lhs.
 struct Registers {
-  int32_t producer, consumer;
+  int32_t producer, consumer, quantizer;
 };
 
 Registers SplitRegisters(const GemmConfig& config) {
-  if (config.num_consumers == 1) return {0, 0};
-  if (config.num_consumers == 3) return {32, 160};
-  return config.is_1d1d ? Registers{24, 240} : Registers{40, 232};
+  if (config.quantizes_lhs) return {40, 232, 112};
+  if (config.num_consumers == 1) return {0, 0, 0};
+  if (config.num_consumers == 3) return {32, 160, 0};
+  return config.is_1d1d ? Registers{24, 240, 0} : Registers{40, 232, 0};
 }
 
 // Whether cuda/ptx/wgmma.cuh has a wgmma of n columns.
@@ -56,7 +61,7 @@ bool IsInRange(const GemmConfig& c) {
          c.num_sms >= c.cluster_m * c.cluster_n * c.cluster_k && is_flag(c.is_1d1d) &&
          is_flag(c.transpose_out) && is_flag(c.out_f32) && is_flag(c.accumulate) &&
          is_flag(c.lhs_e5m2) && is_flag(c.rhs_e5m2) && is_flag(c.gated) && is_flag(c.h_e5m2) &&
-         is_flag(c.h_pow2_scale) && IsActivation(c.activation) &&
+         is_flag(c.h_pow2_scale) && is_flag(c.quantizes_lhs) && IsActivation(c.activation) &&
          is_in(c.grouping, 0, static_cast<int32_t>(Grouping::kContraction));
 }
 
@@ -89,9 +94,10 @@ const char* BrokenSplitRule(const GemmConfig& c) {
            "sub_n = block_m, 2 consumers, no slabs, no other cluster, and num_accums <= 4 <= "
            "num_stages";
   }
-  if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated) {
+  if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated ||
+      c.quantizes_lhs) {
     return "cluster_k must go with dense products with 128x128 scales of rhs, without "
-           "transpose_out and accumulate";
+           "transpose_out, accumulate and quantizes_lhs";
   }
   return nullptr;
 }
@@ -140,6 +146,12 @@ const char* BrokenRule(const GemmConfig& c) {
                     c.sub_n == 128 && num_row_subs == 1 && c.num_slabs == 1),
        "gated must go with groups of rows, bf16, block_n 256, sub_n 128, 64 rows for each "
        "consumer, and a slab"},
+      {!c.quantizes_lhs || (grouping == Grouping::kNone && !c.is_1d1d && !c.transpose_out &&
+                            !c.accumulate && c.num_consumers == 1 && c.block_m == 64 &&
+                            c.cluster_m * c.cluster_n == 1 && c.num_stages >= kNumQuantizerWarps),
+       "quantizes_lhs must go with dense products with 128x128 scales of rhs, without "
+       "transpose_out "
+       "and accumulate, block_m 64, one consumer, no cluster and at least 8 stages"},
       {c.gated || (c.activation == kSilu && !c.h_e5m2 && !c.h_pow2_scale),
        "activation, h_e5m2 and h_pow2_scale must be 0 without gated"},
       {HasRightConstants(ActivationOf(c)), kConstantsRule},
@@ -162,15 +174,15 @@ const char* BrokenRule(const GemmConfig& c) {
 
 std::string KernelName(const GemmConfig& config) {
   static constexpr const char* kGroupings[] = {"", "grouped_", "grouped_k_", "bad_grouping_"};
-  return StrCat("fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
-                config.transpose_out ? "transposed_" : "", config.block_m, "x", config.block_n,
-                GatedName(config), config.out_f32 ? "_f32" : "_bf16",
-                config.accumulate ? "_accumulate" : "", config.lhs_e5m2 ? "_e5m2" : "_e4m3",
-                config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub", config.sub_n, "_consumers",
-                config.num_consumers, "_accums", config.num_accums, "_stages", config.num_stages,
-                "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x", config.cluster_n,
-                config.cluster_k > 1 ? StrCat("x", config.cluster_k) : "",
-                config.partial_sums ? "_partial_sums" : "");
+  return StrCat(
+      "fp8_gemm_", kGroupings[config.grouping & 3], config.is_1d1d ? "1d1d_" : "1d2d_",
+      config.transpose_out ? "transposed_" : "", config.block_m, "x", config.block_n,
+      GatedName(config), config.out_f32 ? "_f32" : "_bf16", config.accumulate ? "_accumulate" : "",
+      config.lhs_e5m2 ? "_e5m2" : "_e4m3", config.rhs_e5m2 ? "_e5m2" : "_e4m3", "_sub",
+      config.sub_n, "_consumers", config.num_consumers, "_accums", config.num_accums, "_stages",
+      config.num_stages, "_slabs", config.num_slabs, "_cluster", config.cluster_m, "x",
+      config.cluster_n, config.cluster_k > 1 ? StrCat("x", config.cluster_k) : "",
+      config.partial_sums ? "_partial_sums" : "", config.quantizes_lhs ? "_quantizes_lhs" : "");
 }
 
 int64_t MostSplitK(const GemmConfig& config) {
@@ -188,6 +200,11 @@ int64_t MostSplitK(const GemmConfig& config) {
   const int64_t k_block_bytes = config.block_m * (config.block_n / config.cluster_k + 1) * 4;
   const int64_t room = kMaxSmemBytes - kBarriersBytes - kLeastSplitStages * stage_bytes;
   return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
+}
+
+int64_t NumThreads(const GemmConfig& config) {
+  const int64_t num_quantizers = config.quantizes_lhs ? 2 : 0;
+  return 128 * (config.num_consumers + 1 + num_quantizers);
 }
 
 int64_t NumSlabs(const GemmConfig& config) {
@@ -218,11 +235,11 @@ int64_t DynamicSmemBytes(const GemmConfig& config) {
 ffi::Error CheckConfig(const GemmConfig& config) {
   if (!IsInRange(config)) {
     // Nothing is computed from such a config: any product of its fields may overflow.
-    return InvalidArgument("gemm: ", kRanges, "; got ", KernelName(config), ", grouping ",
-                           config.grouping, ", num_sms ", config.num_sms, ", flags ",
-                           config.is_1d1d, " ", config.transpose_out, " ", config.out_f32, " ",
-                           config.accumulate, " ", config.lhs_e5m2, " ", config.rhs_e5m2, " ",
-                           config.gated, " ", config.h_e5m2, " ", config.h_pow2_scale);
+    return InvalidArgument(
+        "gemm: ", kRanges, "; got ", KernelName(config), ", grouping ", config.grouping,
+        ", num_sms ", config.num_sms, ", flags ", config.is_1d1d, " ", config.transpose_out, " ",
+        config.out_f32, " ", config.accumulate, " ", config.lhs_e5m2, " ", config.rhs_e5m2, " ",
+        config.gated, " ", config.h_e5m2, " ", config.h_pow2_scale, " ", config.quantizes_lhs);
   }
   const char* rule = BrokenRule(config);
   if (rule == nullptr) return ffi::Error::Success();
@@ -257,12 +274,15 @@ KernelSource MakeKernelSource(const GemmConfig& config) {
   add("kClusterSize", int64_t{config.cluster_m} * config.cluster_n);
   add("kProducerRegs", registers.producer);
   add("kConsumerRegs", registers.consumer);
+  add("kQuantizerRegs", registers.quantizer);
   add("kGrouping", config.grouping);
   add("kIs1d1d", config.is_1d1d != 0);
   add("kTransposesOut", config.transpose_out != 0);
   add("kOutF32", config.out_f32 != 0);
   add("kAccumulate", config.accumulate != 0);
   add("kIsGated", config.gated != 0);
+  add("kQuantizesLhs", config.quantizes_lhs != 0);
+  add("kLhsE5M2", config.lhs_e5m2 != 0);
   if (config.gated) {
     add("kE5M2", config.h_e5m2 != 0);
     add("kPow2Scale", config.h_pow2_scale != 0);

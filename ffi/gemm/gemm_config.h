@@ -29,6 +29,7 @@ struct GemmConfig {
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
   int32_t cluster_k;             // CTAs that divide a tile's k-blocks; 1, 4 or 8 (split_k.cuh)
   int32_t partial_sums;          // they add up a part each; cluster_k 2..8 (partial_sums.cuh)
+  int32_t quantizes_lhs;         // lhs is bf16, and quantised to lhs_e5m2 (lhs_quantizer.cuh)
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
   int32_t transpose_out;         // out is stored transposed: (n, m)
   int32_t out_f32;               // out is f32, otherwise bf16
@@ -51,8 +52,8 @@ struct ConfigFields<GemmConfig>
                &GemmConfig::is_1d1d, &GemmConfig::lhs_e5m2, &GemmConfig::limit,
                &GemmConfig::num_accums, &GemmConfig::num_consumers, &GemmConfig::num_slabs,
                &GemmConfig::num_sms, &GemmConfig::num_stages, &GemmConfig::out_f32,
-               &GemmConfig::partial_sums, &GemmConfig::rhs_e5m2, &GemmConfig::sub_n,
-               &GemmConfig::transpose_out, &GemmConfig::up_offset> {};
+               &GemmConfig::partial_sums, &GemmConfig::quantizes_lhs, &GemmConfig::rhs_e5m2,
+               &GemmConfig::sub_n, &GemmConfig::transpose_out, &GemmConfig::up_offset> {};
 
 inline Grouping GroupingOf(const GemmConfig& config) {
   return static_cast<Grouping>(config.grouping);
@@ -71,6 +72,12 @@ int64_t NumSlabs(const GemmConfig& config);
 // Columns of out in a slab: 128 bytes, or 64 of bf16 where block_n is no multiple of 64, or all of
 // the tile's where it is no multiple of 32.
 int64_t SlabColumns(const GemmConfig& config);
+
+// The most rows of lhs that a kernel quantises.
+constexpr int64_t kMostQuantizedRows = 8;
+
+// Threads of a CTA. Mirrors Tile::kNumThreads in cuda/gemm/tile.cuh.
+int64_t NumThreads(const GemmConfig& config);
 
 // Rows of lhs that the last tile of a group loads at a time.
 constexpr int64_t kPartRows = 32;

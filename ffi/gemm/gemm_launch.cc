@@ -53,8 +53,8 @@ int64_t CountCutTiles(const GemmConfig& config, int64_t num_tiles) {
 int64_t PartRows(const GemmConfig& config, int64_t m) {
   if (GroupingOf(config) == Grouping::kRows) return kPartRows;
   // Mirrors Tile::kLoadsShort.
-  const bool loads_short =
-      GroupingOf(config) == Grouping::kNone && !config.is_1d1d && !config.accumulate;
+  const bool loads_short = GroupingOf(config) == Grouping::kNone && !config.is_1d1d &&
+                           !config.accumulate && !config.quantizes_lhs;
   return loads_short ? m % (config.block_m / config.cluster_n) : 0;
 }
 
@@ -92,12 +92,14 @@ ffi::Error EncodeTensorMaps(const Driver& driver, const GemmConfig& config, cons
     return InvalidArgument("gemm: lhs must have less than 2^31 scales; got ", m, " rows of ", kb);
   }
   // The CTAs of a cluster load a part each of the tile that they share.
-  FFI_ASSIGN_OR_RETURN(params.lhs, encode(lhs, config.block_m / config.cluster_n));
+  if (!config.quantizes_lhs) {
+    FFI_ASSIGN_OR_RETURN(params.lhs, encode(lhs, config.block_m / config.cluster_n));
+  }
   FFI_ASSIGN_OR_RETURN(params.rhs, encode(rhs, RhsBoxRows(config)));
   if (const int64_t part_rows = PartRows(config, params.m); part_rows > 0) {
     FFI_ASSIGN_OR_RETURN(params.lhs_part, encode(lhs, part_rows));
   }
-  if (HasScaleMap(m) && config.cluster_k == 1) {
+  if (HasScaleMap(m) && config.cluster_k == 1 && !config.quantizes_lhs) {
     // Groups of rows start anywhere, boxes at multiples of 16 bytes.
     const uint32_t num_row_scales =
         config.block_m + (GroupingOf(config) == Grouping::kRows ? 4 : 0);
@@ -175,7 +177,7 @@ ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const Operand
   LaunchDims dims = {};
   dims.grid_x = cluster_size;
   dims.grid_y = 1;
-  dims.block_x = (config.num_consumers + 1) * 128;
+  dims.block_x = NumThreads(config);
   dims.dynamic_smem_bytes = DynamicSmemBytes(config);
   dims.cluster_x = cluster_size;
   FFI_ASSIGN_OR_RETURN(const int64_t most_clusters, MostClusters(*driver, config, kernel, dims));

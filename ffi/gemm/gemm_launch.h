@@ -29,15 +29,17 @@ struct GemmParams {
   const int32_t* first_row;
   int32_t* next_tile;  // groups of rows: to be 0
   int32_t first_part;
-  int32_t clears_rest;  // groups of rows: whether the kernel clears rows of no group
-  void* out_scale;      // gated: of h
+  int32_t clears_rest;     // groups of rows: whether the kernel clears rows of no group
+  void* out_scale;         // gated: of h
+  const void* lhs_values;  // quantizes_lhs: bf16
+  int32_t lhs_columns;
 };
 static_assert(alignof(GemmParams) == 64 && sizeof(GemmParams) == 896);
 static_assert(offsetof(GemmParams, out_map) == 640 && offsetof(GemmParams, lhs_scale) == 768);
 static_assert(offsetof(GemmParams, out) == 792 && offsetof(GemmParams, m) == 800);
 static_assert(offsetof(GemmParams, raster) == 816 && offsetof(GemmParams, next_tile) == 848 &&
               offsetof(GemmParams, first_part) == 856 && offsetof(GemmParams, clears_rest) == 860 &&
-              offsetof(GemmParams, out_scale) == 864);
+              offsetof(GemmParams, out_scale) == 864 && offsetof(GemmParams, lhs_values) == 872);
 
 // A row-major operand of FP8 values.
 struct Operand {
@@ -47,7 +49,8 @@ struct Operand {
 
 // Encodes the tensor maps of lhs, of rhs and of out (out_rows, n), or (out_rows, m) if out is
 // transposed, and launches the kernel for at most `max_tiles` tiles. `params` has everything else.
-// lhs and rhs have as many k-blocks as k. TMA reads zeros behind their columns.
+// lhs and rhs have as many k-blocks as k. TMA reads zeros behind their columns. A kernel that
+// quantises lhs has no map of it.
 ffi::Error LaunchGemm(const GemmConfig& config, GemmParams params, const Operand& lhs,
                       const Operand& rhs, int64_t out_rows, int64_t max_tiles, CUstream stream);
 

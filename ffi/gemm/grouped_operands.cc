@@ -34,7 +34,8 @@ ffi::Error CheckGroupedOperands(const char* op, const GemmConfig& config,
 GemmParams GroupedParams(const GemmConfig& config, const GroupedOperands& operands,
                          const ffi::AnyBuffer& out, int64_t n) {
   const int64_t m = operands.lhs.dimensions()[0], k = operands.lhs.dimensions()[1];
-  GemmParams params = ProductParams(config, operands.lhs_scale, operands.rhs_scale, out, m, n, k);
+  GemmParams params =
+      ProductParams(config, operands.lhs_scale.untyped_data(), operands.rhs_scale, out, m, n, k);
   params.num_groups = static_cast<int32_t>(operands.group_sizes.dimensions()[0]);
   params.group_sizes = static_cast<const int32_t*>(operands.group_sizes.untyped_data());
   params.first_row = static_cast<const int32_t*>(operands.first_row.untyped_data());

@@ -39,7 +39,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale
                              ShapeText(lhs), ", out ", ShapeText(*out));
     }
     FFI_RETURN_IF_ERROR(CheckAccum(kOp, config, accum, *out));
-    GemmParams params = ProductParams(config, lhs_scale, rhs_scale, *out, m, n, t);
+    GemmParams params = ProductParams(config, lhs_scale.untyped_data(), rhs_scale, *out, m, n, t);
     params.num_groups = static_cast<int32_t>(g);
     params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
     return LaunchGemm(config, params, {lhs.untyped_data(), m, t}, {rhs.untyped_data(), n, t},

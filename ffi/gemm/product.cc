@@ -27,11 +27,11 @@ ffi::Error CheckAccum(const char* op, const GemmConfig& config, const ffi::Remai
                          ". Alias them in ffi_call.");
 }
 
-GemmParams ProductParams(const GemmConfig& config, const ffi::AnyBuffer& lhs_scale,
+GemmParams ProductParams(const GemmConfig& config, const void* lhs_scale,
                          const ffi::AnyBuffer& rhs_scale, const ffi::AnyBuffer& out, int64_t m,
                          int64_t n, int64_t k) {
   GemmParams params = {};
-  params.lhs_scale = lhs_scale.untyped_data();
+  params.lhs_scale = lhs_scale;
   params.rhs_scale = rhs_scale.untyped_data();
   params.out = out.untyped_data();
   if (config.accumulate) params.accum = params.out;

@@ -34,7 +34,7 @@ ffi::Error CheckAccum(const char* op, const GemmConfig& config, const ffi::Remai
 
 // Returns the parameters of a product whose buffers were checked, without its groups. m, n and k
 // are those of GemmParams.
-GemmParams ProductParams(const GemmConfig& config, const ffi::AnyBuffer& lhs_scale,
+GemmParams ProductParams(const GemmConfig& config, const void* lhs_scale,
                          const ffi::AnyBuffer& rhs_scale, const ffi::AnyBuffer& out, int64_t m,
                          int64_t n, int64_t k);
 

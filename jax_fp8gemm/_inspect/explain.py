@@ -148,6 +148,16 @@ def _gemm(operands: list[Any], params: dict[str, Any]) -> tuple[str | None, int,
     return _text(config), flop, num_products * choose.predicted_us(config, product)
 
 
+def _quantizing_gemm(operands: list[Any], params: dict[str, Any]):
+    (*rows, k), (n, _) = operands[0].shape, operands[1].shape
+    m, n = math.prod(rows), _up(n, 8)
+    # The predicted time is that of the product alone.
+    spec = _spec(params, is_1d1d=False, accumulate=False)
+    config = choose.choose(m, n, k, **spec, num_sms=hopper.NUM_SMS)
+    time_us = choose.predicted_us(config, _product(m, n, k, None, spec))
+    return f"{_text(config)}, lhs quantised", 2 * m * n * k, time_us
+
+
 def _grouped(m: int, n: int, k: int, g: int, flop: int, spec: dict[str, bool]):
     if flop == 0:
         return None, 0, 0.0
@@ -208,6 +218,7 @@ def _up(extent: int, multiple: int) -> int:
 
 _PRODUCTS = {
     "gemm": _gemm,
+    "quantizing_gemm": _quantizing_gemm,
     "grouped_gemm": _grouped_gemm,
     "grouped_gated_gemm": _grouped_gated_gemm,
     "grouped_wgrad": _grouped_wgrad,

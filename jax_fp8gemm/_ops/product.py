@@ -11,7 +11,8 @@ With wgrad_lhs_block=(128, 128) in the recipe, lhs^T has 128x128 blocks in drhs,
 2d1d product. dlhs reads the same quantised values of rhs as out. Sums are accumulated in f32. lhs
 and dout are each read once for both of their quantisations. Rows of what is quantised here are
 stored in whole scale blocks, which products read faster. The backward pass keeps FP8 values and
-scales, under the names of CHECKPOINT_NAMES. Scale blocks are those of the DeepSeek-V3 report,
+scales, under the names of CHECKPOINT_NAMES. Without a gradient, one kernel quantises few rows of
+lhs and multiplies them. Scale blocks are those of the DeepSeek-V3 report,
 section 3.3.2.
 """
 
@@ -42,6 +43,7 @@ from jax_fp8gemm._ops.weights import kept_and_transposed, transposed, without_gr
 from jax_fp8gemm._primitives.gemm import gemm
 from jax_fp8gemm._primitives.quantize import quantize_rows, rows_and_columns
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
+from jax_fp8gemm._primitives.quantizing_gemm import is_faster, quantizing_gemm
 from jax_fp8gemm._sharding.explicit_axes import (
     explicit_mesh,
     reshape,
@@ -102,8 +104,13 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
-    rows = quantize_rows(lhs, padded=True, **quantize_args(spec, spec.recipe.fwd))
-    out_spec = spec.shardings.out
+    args = quantize_args(spec, spec.recipe.fwd)
+    dtype, out_spec = kernel_dtype(spec.out_dtype), spec.shardings.out
+    if not spec.recipe.split_k and is_faster(lhs, rhs.shape[-1], dtype, args["pow2_scale"]):
+        how = dtype, spec.reduce_dtype, out_spec
+        out = quantizing_gemm(lhs, transposed(spec, rhs), *how, **args)
+        return out.astype(spec.out_dtype)
+    rows = quantize_rows(lhs, padded=True, **args)
     return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 

@@ -191,7 +191,7 @@ def _of_rows(scale: jax.Array, num_rows: int) -> jax.Array:
     return scale if scale.shape[0] == num_rows else jnp.repeat(scale, _BLOCK)[:num_rows]
 
 
-def _ffi_call(
+def ffi_call(
     lhs,
     lhs_scale,
     rhs,
@@ -284,7 +284,7 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     _shape_rule,
-    Forms(folded(reference), folded(_ffi_call), folded(multiply)),
+    Forms(folded(reference), folded(ffi_call), folded(multiply)),
     batch_rule=_batch_rule,
     mesh_rules=MeshRules(_partition_rule, _run_shard, ("reduce_dtype",)),
 )

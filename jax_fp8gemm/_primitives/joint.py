@@ -32,6 +32,8 @@ def define_joint_primitive(
     shape_rule: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     ffi_call: Callable[..., Arrays],
     apart: Callable[..., Arrays],
+    *,
+    batches_apart: bool = False,
 ) -> Callable[..., Arrays]:
     """Makes a primitive that stands for several ones, and returns the function that binds it.
 
@@ -43,6 +45,8 @@ def define_joint_primitive(
       name, shape_rule: as for define_primitive.
       ffi_call: (*operands, **params) -> the results, by the kernel.
       apart: (*operands, twins, implementation, **params) -> the same bits, by the primitives.
+      batches_apart: whether jax.vmap maps these. Otherwise the kernel runs for one batch element
+        after another.
     Returns:
       bind(*operands, twins, implementation, **params) -> a list of results. twins: as for what
       define_primitive returns.
@@ -67,6 +71,9 @@ def define_joint_primitive(
 
     def batch(operands, dims, twin_of=(), **params):
         operands, dims = (without_twins(xs, twin_of) for xs in (operands, dims))
+        if batches_apart:
+            results = jax.vmap(partial(apart, **params), in_axes=tuple(dims))(*operands)
+            return results, [0] * len(results)
         results = bind_each(bind, [replicate(rules.op, x) for x in operands], dims, **params)
         return results, [0] * len(results)
 

@@ -151,17 +151,17 @@ def _padded_reference(x, **params: Any) -> list[jax.Array]:
     return [y[tuple(map(slice, t.shape))] for y, t in zip(filled, types, strict=True)]
 
 
-def _ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> list[jax.Array]:
+def ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> list[jax.Array]:
     params: dict[str, Any] = dict(mode=mode, e5m2=e5m2, pow2_scale=pow2_scale, padded=padded)
     results = _shape_rule(x, **params)
     if x.size == 0:
         return _reference(x, **params)
     if x.ndim > (3 if mode in modes.SQUARE else 2):
-        folded = _call_folded(partial(_ffi_call, **params), x, mode)
+        folded = _call_folded(partial(ffi_call, **params), x, mode)
         return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
     if x.ndim == 3 and len(x) > _MAX_BATCH:
         starts = range(0, len(x), _MAX_BATCH)
-        parts = [_ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
+        parts = [ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
         return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernel reads them along rows.
     row_major, column_major = tuple(range(x.ndim)), (1, 0)
@@ -242,7 +242,7 @@ def _partition_rule(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool)
 quantize_p = define_primitive(
     "jax_fp8gemm_quantize",
     _shape_rule,
-    Forms(_reference, _ffi_call),
+    Forms(_reference, ffi_call),
     batch_rule=_batch_rule,
     dce_rule=_dce_rule,
     mesh_rules=MeshRules(_partition_rule),

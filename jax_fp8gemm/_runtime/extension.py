@@ -21,6 +21,7 @@ except ImportError as error:
     _ext_fault = str(error)
 
 GEMM_TARGET = "jax_fp8gemm_gemm"
+QUANTIZING_GEMM_TARGET = "jax_fp8gemm_quantizing_gemm"
 GROUPED_GEMM_TARGET = "jax_fp8gemm_grouped_gemm"
 GROUPED_GATED_GEMM_TARGET = "jax_fp8gemm_grouped_gated_gemm"
 GROUPED_WGRAD_TARGET = "jax_fp8gemm_grouped_wgrad"
@@ -39,6 +40,7 @@ EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in (
         GEMM_TARGET,
+        QUANTIZING_GEMM_TARGET,
         GROUPED_GEMM_TARGET,
         GROUPED_GATED_GEMM_TARGET,
         GROUPED_WGRAD_TARGET,

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from jax_fp8gemm._tuning import gated_config, tile_config
+from jax_fp8gemm._tuning.few_rows import QUANTIZING_CONFIGS
 from jax_fp8gemm._tuning.partial_sums import PARTIAL_SUMS_CONFIGS
 from jax_fp8gemm._tuning.split_k import SPLIT_K_CONFIGS
 from jax_fp8gemm._tuning.tile import Kernel
@@ -43,13 +44,15 @@ def gemm_kernels(
     for grouping, is_1d1d, transpose_out, outs in _GEMM_FAMILIES:
         family = dict(is_1d1d=is_1d1d, transpose_out=transpose_out)
         configs = tile_config.configs(grouping, **family, with_clusters=with_clusters)
-        split = (
-            () if grouping or is_1d1d or transpose_out else SPLIT_K_CONFIGS + PARTIAL_SUMS_CONFIGS
+        more = (
+            ()
+            if grouping or is_1d1d or transpose_out
+            else SPLIT_K_CONFIGS + PARTIAL_SUMS_CONFIGS + QUANTIZING_CONFIGS
         )
         kind = dict(**family, grouping=grouping, num_sms=num_sms)
         for out, (lhs_e5m2, rhs_e5m2) in itertools.product(outs, formats(all_formats)):
             kernel = kind | _OUTS[out] | dict(lhs_e5m2=lhs_e5m2, rhs_e5m2=rhs_e5m2)
-            of_result = configs if out == "accumulate" else (*configs, *split)
+            of_result = configs if out == "accumulate" else (*configs, *more)
             yield from (config.attributes(**cast(Kernel, kernel)) for config in of_result)
     for (lhs_e5m2, rhs_e5m2), (e5m2, pow2_scale) in itertools.product(
         formats(all_formats), formats(all_formats)

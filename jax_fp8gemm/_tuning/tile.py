@@ -55,6 +55,7 @@ class TileConfig:
         one consumer multiplies, and the other adds what its cluster multiplied.
       partial_sums: whether each of these CTAs adds up k-blocks of its own, so that the result has
         other bits (_data/split_k.py). The other consumer then multiplies scales.
+      quantizes_lhs: whether lhs is bf16, and two more warpgroups quantise it.
     """
 
     block_m: int
@@ -68,6 +69,7 @@ class TileConfig:
     cluster_n: int = 1
     cluster_k: int = 1
     partial_sums: bool = dataclasses.field(default=False, kw_only=True)
+    quantizes_lhs: bool = dataclasses.field(default=False, kw_only=True)
 
     def attributes(
         self, h: Mapping[str, Any] = MappingProxyType({}), /, **kernel: Unpack[Kernel]

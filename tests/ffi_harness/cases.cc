@@ -11,6 +11,7 @@
 #include "gemm/grouped_gated_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "gemm/grouped_wgrad.h"
+#include "gemm/quantizing_gemm.h"
 #include "quantize/quantize.h"
 #include "sum_rows/sum_rows.h"
 
@@ -19,6 +20,8 @@ namespace harness {
 using namespace jax_fp8gemm;
 
 const Op kGemm = {"gemm", GemmInstantiateHandler, GemmPrepareHandler, GemmExecuteHandler};
+const Op kQuantizingGemm = {"quantizing_gemm", QuantizingGemmInstantiateHandler,
+                            QuantizingGemmPrepareHandler, QuantizingGemmExecuteHandler};
 const Op kGroupedGemm = {"grouped_gemm", GroupedGemmInstantiateHandler, GroupedGemmPrepareHandler,
                          GroupedGemmExecuteHandler};
 const Op kGroupedGatedGemm = {"grouped_gated_gemm", GroupedGatedGemmInstantiateHandler,
@@ -31,8 +34,8 @@ const Op kCopyRows = {"copy_rows", CopyRowsInstantiateHandler, CopyRowsPrepareHa
                       CopyRowsExecuteHandler};
 const Op kSumRows = {"sum_rows", SumRowsInstantiateHandler, SumRowsPrepareHandler,
                      SumRowsExecuteHandler};
-const Op* const kOps[7] = {&kGemm,     &kGroupedGemm, &kGroupedGatedGemm, &kGroupedWgrad,
-                           &kQuantize, &kCopyRows,    &kSumRows};
+const Op* const kOps[8] = {&kGemm,         &kQuantizingGemm, &kGroupedGemm, &kGroupedGatedGemm,
+                           &kGroupedWgrad, &kQuantize,       &kCopyRows,    &kSumRows};
 
 namespace {
 
@@ -68,6 +71,7 @@ int32_t Case::Get(const std::string& member) const {
 }
 
 const Op& ProductOf(const Case& c) {
+  if (c.Get("quantizes_lhs")) return kQuantizingGemm;
   if (c.Get("gated")) return kGroupedGatedGemm;
   const int32_t grouping = c.Get("grouping");
   return grouping == 1 ? kGroupedGemm : grouping == 2 ? kGroupedWgrad : kGemm;

@@ -20,10 +20,10 @@ struct Op {
   XLA_FFI_Handler* prepare;
   XLA_FFI_Handler* execute;
 };
-extern const Op kGemm, kGroupedGemm, kGroupedGatedGemm, kGroupedWgrad, kQuantize, kCopyRows,
-    kSumRows;
+extern const Op kGemm, kQuantizingGemm, kGroupedGemm, kGroupedGatedGemm, kGroupedWgrad, kQuantize,
+    kCopyRows, kSumRows;
 // All of them.
-extern const Op* const kOps[7];
+extern const Op* const kOps[8];
 
 struct Case {
   std::string name;

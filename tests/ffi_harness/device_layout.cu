@@ -24,7 +24,7 @@ struct GemmExample {
   static constexpr int kNumAccums = 1, kNumStages = 5, kNumSlabs = 2;
   static constexpr int kClusterM = 1, kClusterN = 1, kClusterSize = 1, kGrouping = 0;
   static constexpr bool kIs1d1d = false, kOutF32 = false, kAccumulate = false;
-  static constexpr bool kIsGated = false;
+  static constexpr bool kIsGated = false, kQuantizesLhs = false;
 };
 
 struct CopyConfig {

@@ -16,6 +16,7 @@ from shapes import Shape
 from jax_fp8gemm._data.activation import Activation
 from jax_fp8gemm._tuning import (
     copy_rows_config,
+    few_rows,
     gated_config,
     partial_sums,
     quantize_config,
@@ -162,10 +163,25 @@ def _dense_cases() -> list[Case]:
         for shape in ((rows - 1 - i % 3, 576, 7168), (rows, 4096, 3088)):
             name = f"dense {_tile_name(config)} {out}, {shape[0]} rows"
             cases.append(_dense(name, shape, config, out))
+    for i, config in enumerate(few_rows.QUANTIZING_CONFIGS):
+        out, tile = ("bf16", "f32")[i % 2], f"{_tile_name(config)} slabs {config.num_slabs}"
+        for m in (1, 8):
+            cases.append(_quantizing(f"dense {tile} {out}, {m} rows quantised", config, m, out))
     for config, out in _transposed():
         name = f"dense transposed {_tile_name(config)} {out}"
         cases.append(_dense(name, (2048, 7168, 4000), config, out, transpose_out=True))
     return cases
+
+
+def _quantizing(name: str, config: TileConfig, m: int, out: str) -> Case:
+    n, k = 4096, 2056  # of lhs; rows of rhs are padded
+    args = {
+        "lhs": ("bf16", (m, k)),
+        "rhs": ("f8e4m3fn", (n, num_blocks(k) * 128)),
+        "rhs_scale": ("f32", (num_blocks(n), num_blocks(k))),
+    }
+    attributes = _attributes(config, is_1d1d=False, out=out)
+    return Case(name, "quantizing_gemm", attributes, args, {"out": (out, (m, n))})
 
 
 def _transposed() -> Iterable[tuple[TileConfig, str]]:

@@ -75,26 +75,34 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.RequirePointer(params.first_row, "first_row");
   check.RequirePointer(params.next_tile, "next_tile");
   const int64_t m = c.Find("lhs")->dims[0];
-  check.RequireMap(params.lhs, "lhs", "lhs", true);
+  const bool quantizes = c.Get("quantizes_lhs");
+  check.RequireMap(params.lhs, "lhs", "lhs", !quantizes);
   check.RequireMap(params.rhs, "rhs", "rhs", true);
   // Boxes of a group's rows, or of the rows with which lhs ends inside a CTA's part of a tile.
-  const bool is_plain = grouping == 0 && !c.Get("is_1d1d") && !c.Get("accumulate");
+  const bool is_plain = grouping == 0 && !c.Get("is_1d1d") && !c.Get("accumulate") && !quantizes;
   const bool ends_inside = m % (c.Get("block_m") / c.Get("cluster_n")) != 0;
   check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1 || (is_plain && ends_inside));
   check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale",
-                   m % (m <= 128 ? 8 : 4) == 0 && c.Get("cluster_k") == 1);
+                   m % (m <= 128 ? 8 : 4) == 0 && c.Get("cluster_k") == 1 && !quantizes);
   check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
   // Tiles of columns that 32 does not divide have slabs for bf16 alone.
   const bool has_slabs =
       c.Get("num_slabs") > 0 && (c.Get("block_n") % 32 == 0 || !c.Get("out_f32"));
   check.RequireMap(params.out_map, "out_map", "out", has_slabs && !c.Get("gated"));
-  check.Require(params.lhs_rows == m, "lhs_rows must be the rows of lhs");
+  check.Require(params.lhs_rows == (quantizes ? 0 : m), "lhs_rows must be the rows of lhs");
+  if (quantizes) {
+    check.RequirePointer(params.lhs_values, "lhs");
+    check.Require(params.lhs_columns == c.Find("lhs")->dims[1] && m <= 8,
+                  "rows of lhs must be whole, and at most 8");
+  } else {
+    check.Require(params.lhs_values == nullptr, "lhs is not quantised");
+  }
   const unsigned cluster = c.Get("cluster_m") * c.Get("cluster_n") * c.Get("cluster_k");
   check.Require(launch.cluster == cluster, "the cluster must be the config's");
   check.Require(launch.grid[0] <= static_cast<unsigned>(c.Get("num_sms")) && launch.grid[1] == 1,
                 "no more CTAs than num_sms");
-  check.Require(launch.block[0] == 128u * (c.Get("num_consumers") + 1),
-                "a warpgroup for each consumer and one for the producer");
+  check.Require(launch.block[0] == 128u * (c.Get("num_consumers") + (quantizes ? 3 : 1)),
+                "a warpgroup for each consumer, one for the producer, and two that quantise lhs");
   check.Require(params.raster >= 1, "raster must be positive");
   check.Require(params.first_part >= 0, "first_part must not overflow");
   const bool clears_rest = c.op == &kGroupedGemm && c.attributes.clears_unused == 1;

@@ -45,7 +45,8 @@ def _tensor_maps(case: Case) -> dict:
     out_type, (out_rows, out_columns) = case.rets["h" if c["gated"] else "out"]
     is_ragged_rows = c["grouping"] == 1
     # Where lhs ends inside what a CTA loads, only its rows are loaded, in plain 1d2d products.
-    is_plain = not (c["grouping"] or c["is_1d1d"] or c["accumulate"])
+    quantizes = c["quantizes_lhs"]
+    is_plain = not (c["grouping"] or c["is_1d1d"] or c["accumulate"] or quantizes)
     loaded_rows = c["block_m"] // c["cluster_n"]
     part_rows = 32 if is_ragged_rows else m % loaded_rows if is_plain else 0
     # The CTAs of a cluster load a part each of what they share; a k-block is 128 bytes wide.
@@ -65,7 +66,9 @@ def _tensor_maps(case: Case) -> dict:
     # Transposed, the 64 rows are 128 bytes or, in f32, two boxes.
     box = (slab_columns if c["transpose_out"] else 64, slab_columns)
     return {
-        "lhs": operand("lhs", lhs_type, (m, k), c["block_m"] // c["cluster_n"]),
+        "lhs": None
+        if quantizes
+        else operand("lhs", lhs_type, (m, k), c["block_m"] // c["cluster_n"]),
         "rhs": operand(
             "rhs",
             rhs_type,
@@ -76,7 +79,7 @@ def _tensor_maps(case: Case) -> dict:
         # TMA wants rows of multiples of 16 bytes. With scales of up to 128 rows it is slow where 32
         # does not divide them. Groups start anywhere in a box.
         "lhs_scale_map": scales("lhs_scale", m, c["block_m"] + 4 * is_ragged_rows)
-        if m % (8 if m <= 128 else 4) == 0 and c["cluster_k"] == 1
+        if m % (8 if m <= 128 else 4) == 0 and c["cluster_k"] == 1 and not quantizes
         else None,
         "rhs_scale_map": scales("rhs_scale", rhs_rows, c["block_n"]) if c["is_1d1d"] else None,
         "out_map": _tensor_map("out", out_type, out_rows, out_columns, box, slab_bytes)
@@ -96,7 +99,7 @@ def _gemm(case: Case) -> dict:
     g = case.args["group_sizes"][1][0] if c["grouping"] else 0
     name_if = lambda name, condition: name if condition else None
     params = _tensor_maps(case) | {
-        "lhs_scale": "lhs_scale",
+        "lhs_scale": name_if("lhs_scale", not c["quantizes_lhs"]),
         "rhs_scale": "rhs_scale",
         "accum": name_if("out", c["accumulate"]),
         "out": "h" if c["gated"] else "out",
@@ -104,7 +107,9 @@ def _gemm(case: Case) -> dict:
         "m": m,
         "n": n,
         "k": k,
-        "lhs_rows": m,
+        "lhs_rows": 0 if c["quantizes_lhs"] else m,
+        "lhs_values": name_if("lhs", c["quantizes_lhs"]),
+        "lhs_columns": k if c["quantizes_lhs"] else 0,
         "num_groups": g,
         "rows_per_group": case.rows_per_group or 0,
         "group_sizes": name_if("group_sizes", c["grouping"]),
@@ -114,7 +119,7 @@ def _gemm(case: Case) -> dict:
     }
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],
-        "block": 128 * (c["num_consumers"] + 1),
+        "block": 128 * (c["num_consumers"] + (3 if c["quantizes_lhs"] else 1)),
         "cluster": c["cluster_m"] * c["cluster_n"] * c["cluster_k"],
         "zeroed": [
             *(["next_tile"] if c["grouping"] == 1 else []),

@@ -9,7 +9,7 @@
 
 STRUCT(GemmParams, 896, 64, lhs, rhs, lhs_part, lhs_scale_map, rhs_scale_map, out_map, lhs_scale,
        rhs_scale, accum, out, m, n, k, lhs_rows, raster, num_groups, rows_per_group, group_sizes,
-       first_row, next_tile, first_part, clears_rest, out_scale)
+       first_row, next_tile, first_part, clears_rest, out_scale, lhs_values, lhs_columns)
 MEMBER(GemmParams, lhs, 0)
 MEMBER(GemmParams, rhs, 128)
 MEMBER(GemmParams, lhs_part, 256)
@@ -33,6 +33,8 @@ MEMBER(GemmParams, next_tile, 848)
 MEMBER(GemmParams, first_part, 856)
 MEMBER(GemmParams, clears_rest, 860)
 MEMBER(GemmParams, out_scale, 864)
+MEMBER(GemmParams, lhs_values, 872)
+MEMBER(GemmParams, lhs_columns, 880)
 
 STRUCT(QuantizeParams, 128, 8, x, dh, values, scale, transposed, transposed_scale, m, k,
        num_m_blocks, num_columns, num_groups, group_sizes, first_row, num_sources, x_scale, rows,

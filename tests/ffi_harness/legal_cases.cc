@@ -61,6 +61,18 @@ void AddDense(Random& random, Case& c) {
   if (c.Get("transpose_out")) c.rets[0].dims = {n, m};
 }
 
+void AddQuantizing(Random& random, Case& c) {
+  const auto [unused, n, k] = ProductExtents(random, false);
+  const int64_t m = random.PickOf({1, 2, 3, 4, 5, 7, 8}), kb = Blocks(k);
+  // lhs may end in the middle of 16 values, and rhs may be padded.
+  const int64_t lhs_k = k % 128 == 0 && random.Chance(0.3) ? k - 8 : k;
+  c.args = {{"lhs", kBf16, {m, lhs_k}, 0},
+            {"rhs", Fp8(c.Get("rhs_e5m2")), {n - random.PickOf({0, 0, 1, 7}), k}, 0},
+            {"rhs_scale", kF32, {Blocks(n), kb}, 0}};
+  if (random.Chance(0.2)) c.args[1].dims[1] = kb * 128;
+  c.rets = {{"out", c.Get("out_f32") ? kF32 : kBf16, {m, n}, 0}};
+}
+
 void AddGroupedRows(Random& random, Case& c) {
   auto [m, n, k] = ProductExtents(random, false);
   const int64_t g = Groups(random);
@@ -167,7 +179,9 @@ Case LegalGemm(Random& random, const Config& config) {
   Case c = {};
   c.attributes.config = config;
   c.op = &ProductOf(c);
-  if (c.op == &kGroupedGatedGemm) {
+  if (c.op == &kQuantizingGemm) {
+    AddQuantizing(random, c);
+  } else if (c.op == &kGroupedGatedGemm) {
     AddGroupedGated(random, c);
   } else if (c.op == &kGroupedGemm) {
     AddGroupedRows(random, c);

@@ -96,6 +96,8 @@ std::string GemmText(const Case& c, const fake::Launch& launch) {
   object.Add("first_part", params.first_part);
   object.Add("clears_rest", params.clears_rest);
   object.Add("out_scale", PointerName(c, params.out_scale));
+  object.Add("lhs_values", PointerName(c, params.lhs_values));
+  object.Add("lhs_columns", params.lhs_columns);
   return object.Get();
 }
 

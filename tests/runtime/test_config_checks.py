@@ -9,7 +9,7 @@ _GEMM = dict(block_m=128, block_n=128, sub_n=128, num_consumers=2, num_accums=1,
              num_slabs=0, cluster_m=1, cluster_n=1, cluster_k=1, partial_sums=0, is_1d1d=0,
              out_f32=0, accumulate=0, lhs_e5m2=0, rhs_e5m2=0, transpose_out=0, grouping=0,
              num_sms=132, gated=0, activation=0, limit=0, alpha=0, up_offset=0, h_e5m2=0,
-             h_pow2_scale=0)  # fmt: skip
+             h_pow2_scale=0, quantizes_lhs=0)  # fmt: skip
 _QUANTIZE = dict(mode=0, input=0, e5m2=0, pow2_scale=0, ragged=0, padded=0, paired=0, source=1,
                  activation=0, limit=0, alpha=0, up_offset=0)  # fmt: skip
 
@@ -114,6 +114,31 @@ def test_a_gated_config_of_no_kernel_is_refused(bad, message):
         _ext.compile_gemm(_GATED | bad)
 
 
+_QUANTIZING = _GEMM | dict(block_m=64, num_consumers=1, num_stages=8, quantizes_lhs=1)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(quantizes_lhs=2), "flags 0 or 1; got fp8"),
+        (dict(is_1d1d=1), "quantizes_lhs must go with dense products with 128x128 scales"),
+        (dict(grouping=1), "quantizes_lhs must go with dense products"),
+        (dict(transpose_out=1), "quantizes_lhs must go with .* without transpose_out"),
+        (dict(accumulate=1, out_f32=1), "quantizes_lhs must go with .* and accumulate"),
+        (dict(block_m=128), "quantizes_lhs must go with .* block_m 64.*; got fp8.*_quantizes_lhs"),
+        (dict(block_m=128, num_consumers=2), "quantizes_lhs must go with .* one consumer"),
+        (dict(cluster_n=4), "quantizes_lhs must go with .* no cluster"),
+        (dict(num_stages=7), "quantizes_lhs must go with .* at least 8 stages"),
+        (dict(sub_n=8, block_m=8, block_n=64, cluster_k=4, num_consumers=2, num_accums=4,
+              num_stages=24), "transpose_out, accumulate and quantizes_lhs"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_quantizing_config_of_no_kernel_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        _ext.compile_gemm(_QUANTIZING | bad)
+
+
 _SPLIT = _GEMM | dict(block_m=8, block_n=64, sub_n=8, num_accums=4, num_stages=24, cluster_k=4)
 
 
@@ -137,8 +162,8 @@ _SPLIT = _GEMM | dict(block_m=8, block_n=64, sub_n=8, num_accums=4, num_stages=2
         (dict(num_accums=5), "num_accums <= 4 <= num_stages"),
         (dict(is_1d1d=1), "must go with dense products with 128x128 scales"),
         (dict(grouping=1), "must go with dense products with 128x128 scales"),
-        (dict(out_f32=1, accumulate=1), "without transpose_out and accumulate"),
-        (dict(transpose_out=1), "without transpose_out and accumulate"),
+        (dict(out_f32=1, accumulate=1), "without transpose_out, accumulate and"),
+        (dict(transpose_out=1), "without transpose_out, accumulate and"),
     ],
     ids=str,
 )

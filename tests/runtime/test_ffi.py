@@ -26,6 +26,7 @@ def test_the_targets_have_the_three_stages():
     registrations = _ext.registrations()
     assert set(registrations) == {
         extension.GEMM_TARGET,
+        extension.QUANTIZING_GEMM_TARGET,
         extension.GROUPED_GEMM_TARGET,
         extension.GROUPED_GATED_GEMM_TARGET,
         extension.GROUPED_WGRAD_TARGET,

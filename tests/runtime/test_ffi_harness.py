@@ -62,6 +62,7 @@ def run(folder, inputs, tmp_path):
 
 _OPS = [
     "gemm",
+    "quantizing_gemm",
     "grouped_gemm",
     "grouped_gated_gemm",
     "grouped_wgrad",
@@ -179,7 +180,7 @@ def test_host_and_device_agree_on_structs_and_constants(folder):
     ("right", "wrong"),
     [
         ("MEMBER(GemmParams, raster, 816)", "MEMBER(GemmParams, raster, 820)"),
-        ("clears_rest, out_scale)", "clears_rest, out_scale, one_more)"),
+        ("lhs_values, lhs_columns)", "lhs_values, lhs_columns, one_more)"),
         ("STRUCT(QuantizeParams, 128", "STRUCT(QuantizeParams, 120"),
         ("CONSTANT(2048, kPieceBytes", "CONSTANT(1024, kPieceBytes"),
         ("CONSTANT(1024, kMaxGroups", "CONSTANT(512, kMaxGroups"),

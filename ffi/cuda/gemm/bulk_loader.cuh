@@ -115,9 +115,12 @@ struct BulkLoader {
       fence_proxy_async_shared();
       uint32_t lhs_scale_bytes = Tile::kLhsScaleBytes;
       if constexpr (!kIsAligned) lhs_scale_bytes = row_scales(work, j).bytes();
+      if constexpr (Config::kQuantizesLhs) lhs_bytes = lhs_scale_bytes = 0;
       mbarrier_arrive_expect_tx(
           full, lhs_bytes + Tile::kRhsBytes + Tile::kRhsScaleBytes + lhs_scale_bytes);
-      if constexpr (kInParts) {
+      if constexpr (Config::kQuantizesLhs) {
+        // LhsQuantizer stores them.
+      } else if constexpr (kInParts) {
 #pragma unroll 1
         for (int part = 0; part < num_parts; ++part) {
           tma_load_2d(&params.lhs_part, full, shared.lhs[ring.stage] + part * kPartBytes,
@@ -134,7 +137,9 @@ struct BulkLoader {
             &params.rhs, full, shared.rhs[ring.stage] + box * kBoxBytes, k_block,
             work.rhs_row + (box > 0 ? params.n / 2 : 0), rank);
       }
-      if constexpr (kIsAligned) {
+      if constexpr (Config::kQuantizesLhs) {
+        // So are their scales.
+      } else if constexpr (kIsAligned) {
         tma_load_2d(&params.lhs_scale_map, full, shared.lhs_scale[ring.stage], work.lhs_row & ~3,
                     k_block);
       } else {

@@ -7,11 +7,12 @@
 // 1d2d: j' = j / 128. 1d1d: j' = j. out is bf16 or f32. A gated product is [gate | up], and stores
 // its h as FP8 with 1x128 scales (gated_epilogue.cuh).
 //
-// Roles, per CTA of (kNumConsumers + 1) x 128 threads, persistent over tiles of kBlockM x kBlockN:
+// Roles, per CTA of Tile::kNumThreads, persistent over tiles of kBlockM x kBlockN:
 //   consumers  warpgroups 0 .. kNumConsumers-1, each with its own rows: wgmma, promotion, store
-//   producer   the last warpgroup; warp 0, one lane: everything that is copied in bulk, or half of
+//   producer   the next warpgroup; warp 0, one lane: everything that is copied in bulk, or half of
 //              it, and warp 2 the other half; warp 1: single scales; warp 3: zeros of unused rows
 //              (row_clearer.cuh)
+//   quantisers two more warpgroups, where lhs is bf16 (lhs_quantizer.cuh)
 //
 // Pipelines:
 //   full[stage]   arrivals: full_arrivals(), and the copied bytes; awaited by the consumers
@@ -43,11 +44,12 @@
 
 #include "gemm/bulk_loader.cuh"
 #include "gemm/consumer.cuh"
+#include "gemm/lhs_quantizer.cuh"
 #include "gemm/row_clearer.cuh"
 #include "gemm/scale_writer.cuh"
 #include "gemm/scheduler.cuh"
 
-extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 1)
+extern "C" __global__ void __launch_bounds__(jax_fp8gemm::Tile<Config>::kNumThreads, 1)
     JAX_FP8GEMM_KERNEL(const __grid_constant__ jax_fp8gemm::GemmParams params) {
   using namespace jax_fp8gemm;
   using Tile = jax_fp8gemm::Tile<Config>;
@@ -59,10 +61,10 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
 
   // Initialise the barriers, for the whole cluster.
   if (threadIdx.x == 0) {
-    tma_prefetch_descriptor(&params.lhs);
+    if constexpr (!Config::kQuantizesLhs) tma_prefetch_descriptor(&params.lhs);
     tma_prefetch_descriptor(&params.rhs);
     for (int stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(&shared.full[stage], full_arrivals(writes_scales));
+      mbarrier_init(&shared.full[stage], full_arrivals(writes_scales, Config::kQuantizesLhs));
       mbarrier_init(&shared.empty[stage],
                     empty_arrivals(Config::kNumConsumers, Config::kClusterSize));
     }
@@ -79,16 +81,23 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
 
   // A launch gives every thread the same number of registers, a multiple of 8; setmaxnreg only
   // moves them, and waits forever for more.
-  constexpr int kThreads = (Config::kNumConsumers + 1) * 128;
-  static_assert(Config::kNumConsumers == 1 ||
-                    128 * (Config::kProducerRegs + Config::kNumConsumers * Config::kConsumerRegs) <=
-                        65536 / kThreads / 8 * 8 * kThreads,
-                "the roles must not ask for more registers than the launch has");
+  constexpr int kThreads = Tile::kNumThreads;
+  constexpr bool kMovesRegs = Config::kNumConsumers > 1 || Config::kQuantizesLhs;
+  static_assert(
+      !kMovesRegs || 128 * (Config::kProducerRegs + Config::kNumConsumers * Config::kConsumerRegs +
+                            Tile::kQuantizerWarpgroups * Config::kQuantizerRegs) <=
+                         65536 / kThreads / 8 * 8 * kThreads,
+      "the roles must not ask for more registers than the launch has");
 
-  // Split the roles. One consumer fits the registers of the launch; two or three take over the
-  // producer's.
-  if (warpgroup == Config::kNumConsumers) {
-    if constexpr (Config::kNumConsumers > 1) setmaxnreg_dec<Config::kProducerRegs>();
+  // Split the roles. One consumer fits the registers of the launch, unless lhs is quantised here;
+  // two or three take over the producer's.
+  if (Config::kQuantizesLhs && warpgroup > Config::kNumConsumers) {
+    if constexpr (Config::kQuantizesLhs) {
+      setmaxnreg_dec<Config::kQuantizerRegs>();
+      LhsQuantizer<Config, Scheduler>(params, shared).run();
+    }
+  } else if (warpgroup == Config::kNumConsumers) {
+    if constexpr (kMovesRegs) setmaxnreg_dec<Config::kProducerRegs>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
     if (warp == 0 || (Tile::kNumLoaders > 1 && warp == 2)) {
       if (elect_one()) {
@@ -101,7 +110,7 @@ extern "C" __global__ void __launch_bounds__((Config::kNumConsumers + 1) * 128, 
       clear_unused_rows<Config>(params, shared);
     }
   } else {
-    if constexpr (Config::kNumConsumers > 1) setmaxnreg_inc<Config::kConsumerRegs>();
+    if constexpr (kMovesRegs) setmaxnreg_inc<Config::kConsumerRegs>();
     Consumer<Config, Scheduler>(params, shared, warpgroup).run();
     if constexpr (Config::kNumSlabs > 0) {
       if (threadIdx.x / 32 % 4 == 0 && elect_one()) tma_store_wait_read<0>();

@@ -29,8 +29,11 @@ struct RingCursor {
 };
 
 // Arrivals that complete a phase of the full barrier: the lane that starts the bulk copies and
-// announces their bytes; and the warp that stores single scales, if there are any.
-__device__ constexpr int full_arrivals(bool writes_scales) { return 1 + writes_scales; }
+// announces their bytes; the warp that stores single scales, if there are any; and the warp that
+// quantises lhs, if one does.
+__device__ constexpr int full_arrivals(bool writes_scales, bool quantizes_lhs) {
+  return 1 + writes_scales + quantizes_lhs;
+}
 
 // Arrivals that complete a phase of the empty barrier: every consumer warp of every CTA that the
 // stage is shared with. More would deadlock the producer, fewer would let it overwrite operands

@@ -29,10 +29,12 @@ struct GemmParams {
   int rows_per_group;  // > 0: the masked form, see groups.cuh
   const int* group_sizes;
   const int* first_row;
-  int* next_tile;    // groups of rows: 0, for TileQueue
-  int first_part;    // Tile::kCutsLast: see DenseScheduler
-  int clears_rest;   // groups of rows: whether the kernel clears rows of no group
-  float* out_scale;  // kIsGated: [n/256][m]
+  int* next_tile;          // groups of rows: 0, for TileQueue
+  int first_part;          // Tile::kCutsLast: see DenseScheduler
+  int clears_rest;         // groups of rows: whether the kernel clears rows of no group
+  float* out_scale;        // kIsGated: [n/256][m]
+  const void* lhs_values;  // kQuantizesLhs: bf16, rows of lhs_columns
+  int lhs_columns;
 };
 
 struct Empty {};
@@ -51,6 +53,8 @@ template <typename Config>
 struct Tile {
   using Ring = RingCursor<Config::kNumStages>;
   static constexpr int kScaleBlock = 128;
+  static constexpr int kQuantizerWarpgroups = Config::kQuantizesLhs ? 2 : 0;
+  static constexpr int kNumThreads = 128 * (Config::kNumConsumers + 1 + kQuantizerWarpgroups);
   static constexpr int kRows =
       Config::kBlockM / Config::kNumConsumers < 64 ? 64 : Config::kBlockM / Config::kNumConsumers;
   static constexpr int kMSubs = kRows / 64;
@@ -81,7 +85,7 @@ struct Tile {
       grouping_of<Config>() == Grouping::kNone && !Config::kIs1d1d && !Config::kAccumulate;
   // Whether the last tiles along m are loaded without the rows that lhs does not have. NOTE: a row
   // that TMA fills with zeros costs the whole device more than one that it loads.
-  static constexpr bool kLoadsShort = kIsPlain;
+  static constexpr bool kLoadsShort = kIsPlain && !Config::kQuantizesLhs;
   // Whether products of few rows may get such tiles.
   static constexpr bool kIsForFewRows =
       !Config::kIs1d1d && Config::kBlockM <= 128 && Config::kBlockN <= 128;
