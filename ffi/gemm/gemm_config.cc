@@ -150,8 +150,7 @@ const char* BrokenRule(const GemmConfig& c) {
                             !c.accumulate && c.num_consumers == 1 && c.block_m == 64 &&
                             c.cluster_m * c.cluster_n == 1 && c.num_stages >= kNumQuantizerWarps),
        "quantizes_lhs must go with dense products with 128x128 scales of rhs, without "
-       "transpose_out "
-       "and accumulate, block_m 64, one consumer, no cluster and at least 8 stages"},
+       "transpose_out and accumulate, block_m 64, one consumer, no cluster and at least 8 stages"},
       {c.gated || (c.activation == kSilu && !c.h_e5m2 && !c.h_pow2_scale),
        "activation, h_e5m2 and h_pow2_scale must be 0 without gated"},
       {HasRightConstants(ActivationOf(c)), kConstantsRule},
