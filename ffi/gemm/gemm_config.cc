@@ -16,7 +16,8 @@ constexpr int32_t kLeastSplitStages = 4;
 
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// Warps that quantise lhs. Each waits for every eighth stage (cuda/gemm/lhs_quantizer.cuh).
+// Without cluster_k, warps that quantise lhs. Each waits for every eighth stage
+// (cuda/gemm/lhs_quantizer.cuh). With it, those that add do so.
 constexpr int32_t kNumQuantizerWarps = 8;
 
 // Registers a thread after the roles split. A CTA has 65536, 512 a thread of one warpgroup; at
@@ -94,11 +95,11 @@ const char* BrokenSplitRule(const GemmConfig& c) {
            "sub_n = block_m, 2 consumers, no slabs, no other cluster, and num_accums <= 4 <= "
            "num_stages";
   }
-  if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated ||
-      c.quantizes_lhs) {
+  if (GroupingOf(c) != Grouping::kNone || c.is_1d1d || c.transpose_out || c.accumulate || c.gated) {
     return "cluster_k must go with dense products with 128x128 scales of rhs, without "
-           "transpose_out, accumulate and quantizes_lhs";
+           "transpose_out and accumulate";
   }
+  if (is_partial && c.quantizes_lhs) return "partial_sums must go without quantizes_lhs";
   return nullptr;
 }
 
@@ -201,8 +202,12 @@ int64_t MostSplitK(const GemmConfig& config) {
   return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
 }
 
+int64_t MostQuantizedRows(const GemmConfig& config) {
+  return config.cluster_k > 1 ? config.block_m : 8;
+}
+
 int64_t NumThreads(const GemmConfig& config) {
-  const int64_t num_quantizers = config.quantizes_lhs ? 2 : 0;
+  const int64_t num_quantizers = config.quantizes_lhs && config.cluster_k == 1 ? 2 : 0;
   return 128 * (config.num_consumers + 1 + num_quantizers);
 }
 

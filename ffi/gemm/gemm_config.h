@@ -29,7 +29,7 @@ struct GemmConfig {
   int32_t cluster_m, cluster_n;  // CTAs that share a tile of rhs, of lhs; 1, 2 or 4, one of them 1
   int32_t cluster_k;             // CTAs that divide a tile's k-blocks; 1, 4 or 8 (split_k.cuh)
   int32_t partial_sums;          // they add up a part each; cluster_k 2..8 (partial_sums.cuh)
-  int32_t quantizes_lhs;         // lhs is bf16, and quantised to lhs_e5m2 (lhs_quantizer.cuh)
+  int32_t quantizes_lhs;         // lhs is bf16, and quantised to lhs_e5m2 (lhs_rows.cuh)
   int32_t is_1d1d;               // rhs has 1x128 scales, otherwise 128x128
   int32_t transpose_out;         // out is stored transposed: (n, m)
   int32_t out_f32;               // out is f32, otherwise bf16
@@ -73,8 +73,8 @@ int64_t NumSlabs(const GemmConfig& config);
 // the tile's where it is no multiple of 32.
 int64_t SlabColumns(const GemmConfig& config);
 
-// The most rows of lhs that a kernel quantises.
-constexpr int64_t kMostQuantizedRows = 8;
+// The most rows of lhs that a kernel with quantizes_lhs takes.
+int64_t MostQuantizedRows(const GemmConfig& config);
 
 // Threads of a CTA. Mirrors Tile::kNumThreads in cuda/gemm/tile.cuh.
 int64_t NumThreads(const GemmConfig& config);

@@ -55,7 +55,7 @@ class TileConfig:
         one consumer multiplies, and the other adds what its cluster multiplied.
       partial_sums: whether each of these CTAs adds up k-blocks of its own, so that the result has
         other bits (_data/split_k.py). The other consumer then multiplies scales.
-      quantizes_lhs: whether lhs is bf16, and two more warpgroups quantise it.
+      quantizes_lhs: whether lhs is bf16, and quantised by the kernel.
     """
 
     block_m: int

@@ -76,8 +76,10 @@ struct _nvrtcProgram {
     }
     const bool is_gemm = header.rfind("\"gemm/", 0) == 0;
     const bool is_copy = header == "\"copy_rows/copy_rows.cuh\"";
-    const bool quantizes_lhs = is_gemm && NumberBehind(text, "kQuantizesLhs = ") == 1;
-    const int num_warpgroups = NumberBehind(text, "kNumConsumers = ") + (quantizes_lhs ? 3 : 1);
+    // Two more warpgroups quantise lhs where no cluster divides k.
+    const bool has_quantizers =
+        header == "\"gemm/gemm.cuh\"" && NumberBehind(text, "kQuantizesLhs = ") == 1;
+    const int num_warpgroups = NumberBehind(text, "kNumConsumers = ") + (has_quantizers ? 3 : 1);
     const bool is_sum = header == "\"sum_rows/sum_rows.cuh\"";
     const bool is_row = !is_copy && !is_sum && NumberBehind(text, "kMode = ") == 0;
     const int threads = is_gemm ? 128 * num_warpgroups : is_row || is_sum ? 128 : 256;

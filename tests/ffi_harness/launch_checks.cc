@@ -75,7 +75,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.RequirePointer(params.first_row, "first_row");
   check.RequirePointer(params.next_tile, "next_tile");
   const int64_t m = c.Find("lhs")->dims[0];
-  const bool quantizes = c.Get("quantizes_lhs");
+  const bool quantizes = c.Get("quantizes_lhs"), divides_k = c.Get("cluster_k") > 1;
   check.RequireMap(params.lhs, "lhs", "lhs", !quantizes);
   check.RequireMap(params.rhs, "rhs", "rhs", true);
   // Boxes of a group's rows, or of the rows with which lhs ends inside a CTA's part of a tile.
@@ -83,7 +83,7 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   const bool ends_inside = m % (c.Get("block_m") / c.Get("cluster_n")) != 0;
   check.RequireMap(params.lhs_part, "lhs_part", "lhs", grouping == 1 || (is_plain && ends_inside));
   check.RequireMap(params.lhs_scale_map, "lhs_scale_map", "lhs_scale",
-                   m % (m <= 128 ? 8 : 4) == 0 && c.Get("cluster_k") == 1 && !quantizes);
+                   m % (m <= 128 ? 8 : 4) == 0 && !divides_k && !quantizes);
   check.RequireMap(params.rhs_scale_map, "rhs_scale_map", "rhs_scale", c.Get("is_1d1d"));
   // Tiles of columns that 32 does not divide have slabs for bf16 alone.
   const bool has_slabs =
@@ -92,8 +92,8 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(params.lhs_rows == (quantizes ? 0 : m), "lhs_rows must be the rows of lhs");
   if (quantizes) {
     check.RequirePointer(params.lhs_values, "lhs");
-    check.Require(params.lhs_columns == c.Find("lhs")->dims[1] && m <= 8,
-                  "rows of lhs must be whole, and at most 8");
+    check.Require(params.lhs_columns == c.Find("lhs")->dims[1] && m <= (divides_k ? 16 : 8),
+                  "rows of lhs must be whole, and few");
   } else {
     check.Require(params.lhs_values == nullptr, "lhs is not quantised");
   }
@@ -101,7 +101,8 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(launch.cluster == cluster, "the cluster must be the config's");
   check.Require(launch.grid[0] <= static_cast<unsigned>(c.Get("num_sms")) && launch.grid[1] == 1,
                 "no more CTAs than num_sms");
-  check.Require(launch.block[0] == 128u * (c.Get("num_consumers") + (quantizes ? 3 : 1)),
+  const int num_others = quantizes && !divides_k ? 3 : 1;
+  check.Require(launch.block[0] == 128u * (c.Get("num_consumers") + num_others),
                 "a warpgroup for each consumer, one for the producer, and two that quantise lhs");
   check.Require(params.raster >= 1, "raster must be positive");
   check.Require(params.first_part >= 0, "first_part must not overflow");

@@ -119,7 +119,9 @@ def _gemm(case: Case) -> dict:
     }
     return {
         "grid": [_gemm_grid(case, m, n, g), 1],
-        "block": 128 * (c["num_consumers"] + (3 if c["quantizes_lhs"] else 1)),
+        # A consumer, or two more warpgroups, quantise lhs.
+        "block": 128
+        * (c["num_consumers"] + (3 if c["quantizes_lhs"] and c["cluster_k"] == 1 else 1)),
         "cluster": c["cluster_m"] * c["cluster_n"] * c["cluster_k"],
         "zeroed": [
             *(["next_tile"] if c["grouping"] == 1 else []),

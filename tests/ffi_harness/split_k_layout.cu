@@ -4,6 +4,7 @@
 template <int kRows, int kSplit>
 struct SplitConfig {
   static constexpr int kBlockM = kRows, kClusterK = kSplit;
+  static constexpr bool kQuantizesLhs = false;
 };
 
 #define JAX_FP8GEMM_SMEM_BYTES 232448

@@ -164,15 +164,28 @@ def test_a_device_with_other_tiles_runs_two_kernels(monkeypatch):
 
 
 def test_every_tile_of_one_consumer_can_quantise():
-    assert {c.block_n for c in few_rows.QUANTIZING_CONFIGS} == {
+    alone = {c.block_n for c in few_rows.QUANTIZING_CONFIGS if c.cluster_k == 1}
+    assert alone == {
         c.block_n
         for c in configs(is_1d1d=False)
         if c.num_consumers == 1 and c.block_n >= 32 and c.num_stages >= 8
     }
     assert few_rows.quantizing_config(8, 2112, 7168, out_f32=False) is None  # tiles of 16
-    assert few_rows.quantizing_config(1, 576, 7168, out_f32=False) is None  # k is divided
     chosen = few_rows.quantizing_config(8, 28672, 4096, out_f32=False)
     assert chosen is not None and chosen.quantizes_lhs
+    assert few_rows.quantizing_config(9, 28672, 4096, out_f32=False) is None
+
+
+def test_clusters_that_divide_k_quantise_all_rows_that_they_take():
+    for m, rows_of_tile in ((1, 8), (8, 8), (9, 16), (16, 16)):
+        chosen = few_rows.quantizing_config(m, 576, 7168, out_f32=False)
+        assert chosen is not None
+        assert (chosen.block_m, chosen.cluster_k > 1) == (rows_of_tile, True)
+        assert chosen in few_rows.QUANTIZING_CONFIGS
+    assert few_rows.quantizing_config(17, 576, 7168, out_f32=False) is None
+    # 14 k-blocks of 16 rows for each CTA take longer than two kernels.
+    assert few_rows.quantizing_config(8, 1024, 7168, out_f32=False) is not None
+    assert few_rows.quantizing_config(9, 1024, 7168, out_f32=False) is None
 
 
 def test_what_is_refused():

@@ -13,11 +13,12 @@ from gpu_cases import E4M3, E5M2, SQUARE
 
 import jax_fp8gemm as jf
 from jax_fp8gemm._primitives.quantizing_gemm import quantizing_gemm
-from jax_fp8gemm._tuning import few_rows
+from jax_fp8gemm._tuning import few_rows, split_k
 
 pytestmark = pytest.mark.gpu
 
 CONFIGS = few_rows.QUANTIZING_CONFIGS
+DIVIDING_K = [c for c in CONFIGS if c.cluster_k > 1]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 # One k-block, and fewer than warps; k that ends inside a block, inside 16 values and inside rhs;
 # columns that end inside a tile and inside a block of scales; more k-blocks than stages, and more
@@ -54,6 +55,8 @@ def _two_kernels(x, rhs, out_dtype=jnp.float32, dtype=E4M3):
 
 
 def _check(config, shape, formats=(E4M3, E4M3)):
+    m, n, k = shape
+    shape = (m, n, min(k, split_k.SPLIT_K_MOST_K)) if config.cluster_k > 1 else shape
     x, rhs = _operands(shape, formats)
     for out_dtype in (jnp.float32, jnp.bfloat16):
         how = dict(out_dtype=out_dtype, dtype=formats[0])
@@ -75,16 +78,22 @@ def test_formats(formats, config):
     _check(config, (6, 264, 2000), formats)
 
 
-# As few stages as there may be, and counts that do not divide the eight warps' k-blocks, as far as
-# shared memory goes.
+# As few stages as there may be, and counts that do not divide the warps' k-blocks, as far as shared
+# memory goes.
 @each_config
 @pytest.mark.parametrize("num_stages", [8, 9, 11])
 def test_a_ring_of_any_depth(num_stages, config):
-    num_stages = min(num_stages, config.num_stages)
+    num_stages = min(num_stages - 4 * (config.cluster_k > 1), config.num_stages)
     _check(dataclasses.replace(config, num_stages=num_stages), (8, 528, 14288))
 
 
-@pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
+@pytest.mark.parametrize("config", [c for c in DIVIDING_K if c.block_m == 16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 576, 7168), (13, 1032, 2120), (16, 8192, 1040)], ids=str)
+def test_up_to_sixteen_rows_where_clusters_divide_k(shape, config):
+    _check(config, shape)
+
+
+@pytest.mark.parametrize("config", (*CONFIGS[:2], *DIVIDING_K), ids=str)
 def test_blocks_that_are_not_finite(config):
     """NaN, Inf, zeros, the largest and the smallest values, each in a block of its own."""
     x, rhs = _operands((8, 4096, 1024))
@@ -101,10 +110,11 @@ def test_blocks_that_are_not_finite(config):
     gpu_cases.assert_same(out, expected)
 
 
-def test_rows_do_not_depend_on_m():
-    x, rhs = _operands((8, 4096, 4112))
+@pytest.mark.parametrize("shape", [(8, 4096, 4112), (16, 576, 7168)], ids=str)
+def test_rows_do_not_depend_on_m(shape):
+    x, rhs = _operands(shape)
     expected = _call(x, rhs)
-    for m in range(1, 8):
+    for m in range(1, shape[0]):
         gpu_cases.assert_same(_call(x[:m], rhs), expected[:m], f"m={m}")
 
 

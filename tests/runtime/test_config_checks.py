@@ -130,7 +130,7 @@ _QUANTIZING = _GEMM | dict(block_m=64, num_consumers=1, num_stages=8, quantizes_
         (dict(cluster_n=4), "quantizes_lhs must go with .* no cluster"),
         (dict(num_stages=7), "quantizes_lhs must go with .* at least 8 stages"),
         (dict(sub_n=8, block_m=8, block_n=64, cluster_k=4, num_consumers=2, num_accums=4,
-              num_stages=24), "transpose_out, accumulate and quantizes_lhs"),
+              num_stages=24, partial_sums=1), "partial_sums must go without quantizes_lhs"),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,8 +162,8 @@ _SPLIT = _GEMM | dict(block_m=8, block_n=64, sub_n=8, num_accums=4, num_stages=2
         (dict(num_accums=5), "num_accums <= 4 <= num_stages"),
         (dict(is_1d1d=1), "must go with dense products with 128x128 scales"),
         (dict(grouping=1), "must go with dense products with 128x128 scales"),
-        (dict(out_f32=1, accumulate=1), "without transpose_out, accumulate and"),
-        (dict(transpose_out=1), "without transpose_out, accumulate and"),
+        (dict(out_f32=1, accumulate=1), "without transpose_out and accumulate"),
+        (dict(transpose_out=1), "without transpose_out and accumulate"),
     ],
     ids=str,
 )

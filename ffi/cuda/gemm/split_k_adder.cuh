@@ -20,6 +20,8 @@ struct SplitKAdder {
   static constexpr int kNumSums = kRows / 8;               // of a thread, 8 rows apart
   static constexpr int kAdders = kSlot / kNumSums;         // threads that have sums
   static constexpr int kChunk = 16, kMostChunks = 32;      // k-blocks of one barrier
+  // Scales of a k-block that come from the CTA which quantised its rows (split_k_quantizer.cuh).
+  static constexpr int kSentScales = Config::kQuantizesLhs ? kRows : 0;
   static constexpr int kAddersBarrier = 1;
   static_assert(kSplit == 4 || kSplit == 8, "a share must be whole columns of one warp");
   static_assert(kRows == 8 || kRows == 16, "every 8 rows are one sum of a thread");
@@ -73,8 +75,10 @@ struct SplitKAdder {
 
   // Promotes what arrives, in the order of the k-blocks, and stores the result.
   __device__ __forceinline__ void add(int thread, int row, int column, uint32_t parity) const {
-    read_scales(thread, row, column);
-    named_barrier_sync(kAddersBarrier, 128);
+    if constexpr (!Config::kQuantizesLhs) {
+      read_scales(thread, row, column);
+      named_barrier_sync(kAddersBarrier, 128);
+    }
     if (thread < kAdders) {
       float sums[kNumSums];
 #pragma unroll
@@ -102,7 +106,7 @@ struct SplitKAdder {
   __device__ __forceinline__ void expect_results() const {
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       const int num = min(kChunk, num_k_blocks - chunk * kChunk);
-      mbarrier_arrive_expect_tx(&arrived[chunk], num * kSlot * 4);
+      mbarrier_arrive_expect_tx(&arrived[chunk], num * (kSlot + kSentScales) * 4);
     }
   }
 

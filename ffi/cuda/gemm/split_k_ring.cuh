@@ -40,7 +40,8 @@ struct SplitKRing {
 
   // Each by one thread.
   __device__ __forceinline__ void init_full() const {
-    for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&full[stage], 1);
+    constexpr int kArrivals = Config::kQuantizesLhs ? 2 : 1;  // the producer, and who quantises
+    for (int stage = 0; stage < num_stages; ++stage) mbarrier_init(&full[stage], kArrivals);
     mbarrier_fence_init();
   }
   __device__ __forceinline__ void init_empty() const {
@@ -56,7 +57,7 @@ struct SplitKRing {
     // the stage has behind these rows reaches only rows of the result that are not stored.
     const bool is_short = row + kRows > params.m;
     const TensorMap* lhs = is_short ? &params.lhs_part : &params.lhs;
-    const int num_rows = is_short ? params.m - row : kRows;
+    const int num_rows = Config::kQuantizesLhs ? 0 : is_short ? params.m - row : kRows;
     Cursor next_tile = cursor;
     next_tile.skip(count, num_stages);
 #pragma unroll 1
@@ -66,7 +67,9 @@ struct SplitKRing {
       mbarrier_wait(&empty[cursor.stage], cursor.phase ^ 1);
       mbarrier_arrive_expect_tx(&full[cursor.stage], (kColumns + num_rows) * 128);
       tma_load_2d(&params.rhs, &full[cursor.stage], stage, k, column);
-      tma_load_2d(lhs, &full[cursor.stage], stage + kColumns * 128, k, row);
+      if constexpr (!Config::kQuantizesLhs) {
+        tma_load_2d(lhs, &full[cursor.stage], stage + kColumns * 128, k, row);
+      }
       cursor.advance(num_stages);
       cursor.advance(num_stages);
     }
