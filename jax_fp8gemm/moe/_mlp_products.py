@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
-from jax_fp8gemm._ops.product import gemm_as
+from jax_fp8gemm._ops.product import gemm_as, product_of_rows
 from jax_fp8gemm._ops.product_spec import DType, ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
 from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
@@ -234,6 +234,15 @@ def bias_gradients(
 def forward_alone(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | None) -> jax.Array:
     """Returns the experts' results for a caller that takes no gradient of them."""
     return down_product(specs, hidden_of_rows(specs, rows, w, groups), w, groups)
+
+
+def dense_forward_alone(specs: Specs, x: jax.Array, w: Experts) -> jax.Array:
+    """Returns the result of gated_mlp of x (m, d) for a caller that takes no gradient of it.
+
+    The first product quantises few rows itself.
+    """
+    gate_up = product_of_rows(specs.into, x, w.gate_up, None)
+    return down_product(specs, hidden(specs, gate_up, None, with_columns=False)[0], w, None)
 
 
 def forward(

@@ -1,6 +1,7 @@
 """gated_mlp against the fake-quantised MLP in float64, and what it moves on a mesh."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,34 @@ def test_derivatives_that_do_not_exist_name_the_op():
     run = functools.partial(gated_mlp, w_gate_up=weights[0], w_down=weights[1])
     with raises(NotImplementedError, "gated_mlp: must be differentiated in reverse mode"):
         jax.jvp(run, (x,), (dout,))
+
+
+# A few tokens without a gradient, whose rows the first product quantises itself. 2 f = 4096
+# columns get tiles of 32.
+
+
+def few_tokens():
+    return operands_of(5, jnp.bfloat16, d=256, f=2048)[:3]
+
+
+def test_few_tokens_without_a_gradient_take_three_kernels():
+    x, w_gate_up, w_down = few_tokens()
+    w = [quantize_weight(w) for w in (w_gate_up, w_down)]
+    lowered = jax.jit(gated_mlp).trace(x, *w).lower(lowering_platforms=("cuda",))
+    kernels = re.findall(r"custom_call @jax_fp8gemm_(\w+)", lowered.as_text())
+    assert kernels == ["quantizing_gemm", "swiglu_quantize", "gemm"]
+    reference.assert_same_bits(gated_mlp(x, *w), jax.vjp(gated_mlp, x, *w)[0])
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_few_tokens_on_a_mesh(axis_type):
+    """Features of gate | up are cut in the first product, and contracted in the second."""
+    x, w_gate_up, w_down = few_tokens()
+    expected = gated_mlp(x, w_gate_up, w_down)
+    on_mesh = mesh(axis_type)
+    put = lambda y, *spec: jax.device_put(y, NamedSharding(on_mesh, P(*spec)))
+    operands = put(x), put(w_gate_up, "x"), put(w_down, "x")
+    assert reference.calc_diff(jax.jit(gated_mlp)(*operands), expected) < 1e-5
 
 
 # On a mesh. Tokens and weights are cut over the same axis, as in FSDP.

@@ -63,6 +63,14 @@ def test_it_has_the_bits_of_a_moe_mlp_of_one_group(recipe, m):
     assert_all_same_bits(dense_vjp(*operands, recipe=recipe), grouped_vjp(*operands, recipe))
 
 
+@pytest.mark.parametrize("m", [1, 4, 8])
+def test_few_tokens_have_the_same_bits_without_a_gradient(m):
+    """The first product then quantises them itself. Its 4096 columns get tiles of 32."""
+    x, w_gate_up, w_down, dout = operands_of(m, d=4096, f=2048)
+    expected = dense_vjp(x, w_gate_up, w_down, dout)[0]
+    assert_all_same_bits([jax.jit(gated_mlp)(x, w_gate_up, w_down)], [expected])
+
+
 def test_widths_of_no_whole_blocks_and_f32():
     operands = operands_of(300, jnp.float32, d=184, f=328)
     found = dense_vjp(*operands)
