@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.case import Case
-from benchmarks.families import exchanges, expert_parallel, fsdp, mlp, moe, step
+from benchmarks.families import decode, exchanges, expert_parallel, fsdp, mlp, moe, step
 from benchmarks.families.activation import activation_cases
 from benchmarks.families.grouped import grouped_cases
 from benchmarks.families.mesh import local_mesh
@@ -15,7 +15,7 @@ GROUPED = ("ragged", "masked", "ragged-wgrad")
 SQUARE_WGRAD = ("wgrad-square", "ragged-wgrad-square")
 TILED = ("dense", "wgrad", *GROUPED, *SQUARE_WGRAD)
 # Many kernels a call, all of which count.
-LAYERS_OF_KERNELS = ("matmul", "moe", "step", "model")
+LAYERS_OF_KERNELS = ("matmul", "decode", "moe", "step", "model")
 MESH = ("fsdp", "expert-parallel")  # on all GPUs
 FAMILIES = (*TILED, "quantize", "activation", *LAYERS_OF_KERNELS, *MESH, "host")
 
@@ -37,6 +37,8 @@ def cases_of(
     """
     if family == "matmul":
         return [mlp.mlp_case(mlp.LLAMA3_8B)]
+    if family == "decode":
+        return decode.decode_cases(decode.LLAMA3_8B)
     if family == "moe":
         return [moe.moe_case(layer) for layer in moe.LAYERS]
     if family == "step":

@@ -21,7 +21,7 @@ from benchmarks.pages.results import (
 # Results files by name, in the order of the page.
 ONE_GPU = (
     *("dense", "wgrad", "ragged", "masked", "ragged_wgrad", "quantize", "matmul", "moe", "step"),
-    "model",
+    *("model", "decode"),
     *("dense_held_out", "ragged_held_out", "masked_held_out", "dense_random", "ragged_random"),
     *("dense_sustained", "ragged_sustained", "matmul_sustained", "moe_sustained"),
     *("dense_short", "dense_short_read_flush", "dense_curve", "ragged_curve"),

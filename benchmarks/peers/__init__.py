@@ -10,6 +10,7 @@
 - xla: of `quantize`, our function in plain JAX.
 - copy: of `quantize`, a copy within the device that reads and writes as many bytes.
 - silu: of `activation`, our kernel of SwiGLU.
+- quantised_apart: of `decode`, our call that quantises each lhs by a kernel of its own.
 - split_k: of `dense`, our call that may add up a contraction in parts.
 - unused_undefined: of `masked`, our call that leaves unused rows as they are in memory.
 - quantised_once: of `moe` and `step`, our call with weights quantised once for many calls.
@@ -34,7 +35,7 @@ NAMES = (
     *("xla", "copy", "silu", "quantised_once", "lax_ragged_dot", "lax_ragged_dot_cudnn", "tokamax"),
     *("one_gpu", "1d1d", "unused_undefined", "square_once", "fp8_gate_up", "fp8_head_swiglu"),
     *("fp8_head_swiglu_square", "square_wgrad", "fp8_combine", "copy_engines", "every_gpu"),
-    "split_k",
+    *("split_k", "quantised_apart"),
 )
 
 
