@@ -99,7 +99,9 @@ const char* BrokenSplitRule(const GemmConfig& c) {
     return "cluster_k must go with dense products with 128x128 scales of rhs, without "
            "transpose_out and accumulate";
   }
-  if (is_partial && c.quantizes_lhs) return "partial_sums must go without quantizes_lhs";
+  if (c.quantizes_lhs && (is_partial || c.block_m > kMostQuantizedRows)) {
+    return "cluster_k with quantizes_lhs must go with block_m 8, without partial_sums";
+  }
   return nullptr;
 }
 
@@ -200,10 +202,6 @@ int64_t MostSplitK(const GemmConfig& config) {
   const int64_t k_block_bytes = config.block_m * (config.block_n / config.cluster_k + 1) * 4;
   const int64_t room = kMaxSmemBytes - kBarriersBytes - kLeastSplitStages * stage_bytes;
   return std::min(kMostKBlocks, room / 1024 * 1024 / k_block_bytes) * kScaleBlock;
-}
-
-int64_t MostQuantizedRows(const GemmConfig& config) {
-  return config.cluster_k > 1 ? config.block_m : 8;
 }
 
 int64_t NumThreads(const GemmConfig& config) {

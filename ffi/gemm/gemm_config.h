@@ -74,7 +74,7 @@ int64_t NumSlabs(const GemmConfig& config);
 int64_t SlabColumns(const GemmConfig& config);
 
 // The most rows of lhs that a kernel with quantizes_lhs takes.
-int64_t MostQuantizedRows(const GemmConfig& config);
+constexpr int64_t kMostQuantizedRows = 8;
 
 // Threads of a CTA. Mirrors Tile::kNumThreads in cuda/gemm/tile.cuh.
 int64_t NumThreads(const GemmConfig& config);

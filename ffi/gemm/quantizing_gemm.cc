@@ -37,11 +37,10 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   }
   const int64_t m = lhs.dimensions()[0], k = lhs.dimensions()[1];
   const int64_t rhs_k = rhs.dimensions()[1], n = CeilDiv(rhs.dimensions()[0], 8) * 8;
-  const int64_t most_rows = MostQuantizedRows(config);
   const int64_t most_k = config.cluster_k > 1 ? MostSplitK(config) : kMaxDim;
-  if (std::min({m, n, k}) < 1 || m > most_rows || n > kMaxDim || std::max(k, rhs_k) > most_k ||
-      k % 8 != 0 || rhs_k % 16 != 0) {
-    return InvalidArgument(kOp, ": with this config m must be in 1..", most_rows,
+  if (std::min({m, n, k}) < 1 || m > kMostQuantizedRows || n > kMaxDim ||
+      std::max(k, rhs_k) > most_k || k % 8 != 0 || rhs_k % 16 != 0) {
+    return InvalidArgument(kOp, ": with this config m must be in 1..", kMostQuantizedRows,
                            ", n in 1..2^30, k in 1..", most_k,
                            ", k of lhs a multiple of 8, and k of rhs of 16; got lhs ",
                            ShapeText(lhs), ", rhs ", ShapeText(rhs), ", ", KernelName(config));

@@ -10,9 +10,8 @@
 //   out        (m, n)                 bf16 or f32
 // The k of lhs and that of rhs may differ within their last k-block.
 //
-// Limits: m is at most 8, or with cluster_k above 1 the rows of a tile; k of lhs is a multiple of
-// 8, and that of rhs of 16; out has up to 7 columns more than rhs has rows, a multiple of 8; and
-// those of jax_fp8gemm_gemm.
+// Limits: m is at most 8; k of lhs is a multiple of 8, and that of rhs of 16; out has up to 7
+// columns more than rhs has rows, a multiple of 8; and those of jax_fp8gemm_gemm.
 
 #ifndef JAX_FP8GEMM_GEMM_QUANTIZING_GEMM_H_
 #define JAX_FP8GEMM_GEMM_QUANTIZING_GEMM_H_

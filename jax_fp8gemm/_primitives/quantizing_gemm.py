@@ -1,6 +1,6 @@
 """quantizing_gemm_p: the product of gemm.py for few rows of lhs in bf16, which it quantises.
 
-For lhs (m, k), rhs (n, k) and m up to 8, or up to 16 with few columns:
+For lhs (m, k), rhs (n, k) and m up to 8:
 
     rows = lhs, quantised along k      as quantize.py
     out  = rows . rhs^T                as gemm.py
@@ -54,7 +54,7 @@ def quantizing_gemm(
     """Multiplies lhs (..., k), quantised along k, by the transpose of rhs (n, k).
 
     Args:
-      lhs: bf16, at most 16 rows.
+      lhs: bf16, at most 8 rows.
       rhs: block (128, 128).
       out_dtype: bfloat16 or float32.
       reduce_dtype, out_spec: as for gemm. The kernel has no partial sums.

@@ -10,38 +10,35 @@ from jax_fp8gemm._runtime import hopper
 from jax_fp8gemm._tuning import choose, split_k, tile_config
 from jax_fp8gemm._tuning.tile import TileConfig
 
-# A k-block of fewer columns takes less time than quantising it.
-_LEAST_COLUMNS = 32
+MOST_ROWS = 8  # mirrors kMostQuantizedRows in ffi/gemm/gemm_config.h
 _LEAST_STAGES = 8  # as many as warps that quantise (cuda/gemm/lhs_quantizer.cuh)
-# Where a cluster divides k, the most k-blocks of a CTA, by rows of a tile. With 16 rows and 14 to
-# 20 k-blocks two kernels were as fast or faster (docs/experiments/calls.md).
-_MOST_K_BLOCKS = {8: 20, 16: 8}
+# Up to where one kernel was timed, and took less than two (docs/experiments/calls.md): k of tiles
+# with fewer than 32 columns, whose k-blocks take less time than quantising 8 rows; and k-blocks of
+# a CTA where a cluster divides k.
+_NARROW_MOST_K = 4096
+_MOST_K_BLOCKS = 20
 
 
-def _most_rows(c: TileConfig) -> int:
-    """Returns how many rows a kernel with this config can quantise, or 0.
-
-    With more rows, or in other tiles, quantising takes longer than multiplying.
-    """
+def _can_quantise(c: TileConfig) -> bool:
+    """Returns whether a kernel with this config can quantise lhs."""
     if c.cluster_k > 1:  # each CTA quantises its own k-blocks
-        return 0 if c.partial_sums else c.block_m
+        return c.block_m == MOST_ROWS and not c.partial_sums
     is_alone = c.cluster_m * c.cluster_n == 1 and c.num_consumers == 1
-    takes = is_alone and c.block_n >= _LEAST_COLUMNS and c.num_stages >= _LEAST_STAGES
-    return 8 if takes else 0  # mirrors MostQuantizedRows in ffi/gemm/gemm_config.cc
+    return is_alone and c.num_stages >= _LEAST_STAGES
 
 
-def _takes(c: TileConfig, m: int, k: int) -> bool:
-    if c.cluster_k > 1 and math.ceil(k / 128 / c.cluster_k) > _MOST_K_BLOCKS.get(c.block_m, 0):
-        return False
-    return m <= _most_rows(c)
+def _gains(c: TileConfig, m: int, k: int) -> bool:
+    """Returns whether it takes less time than the quantiser and the product."""
+    if c.cluster_k > 1:
+        return math.ceil(k / 128 / c.cluster_k) <= _MOST_K_BLOCKS
+    return c.block_n >= 32 or m <= 4 or k <= _NARROW_MOST_K
 
 
 QUANTIZING_CONFIGS = tuple(
     dataclasses.replace(c, quantizes_lhs=True)
     for c in (*tile_config.configs(is_1d1d=False), *split_k.SPLIT_K_CONFIGS)
-    if _most_rows(c)
+    if _can_quantise(c)
 )
-_MOST_ROWS = max(map(_most_rows, QUANTIZING_CONFIGS))
 
 
 def quantizing_config(
@@ -53,10 +50,12 @@ def quantizing_config(
     """
     if not all(isinstance(extent, int) and extent > 0 for extent in (m, n, k)):
         return None
-    if m > _MOST_ROWS or k % 8:
+    if m > MOST_ROWS or k % 8:
         return None
     how: dict[str, Any] = dict(is_1d1d=False, out_f32=out_f32, accumulate=False)
     chosen = choose.choose(m, n, k, **how, num_sms=num_sms)
     if chosen.quantizes_lhs:  # choose.override
         return chosen
-    return dataclasses.replace(chosen, quantizes_lhs=True) if _takes(chosen, m, k) else None
+    if not _can_quantise(chosen) or not _gains(chosen, m, k):
+        return None
+    return dataclasses.replace(chosen, quantizes_lhs=True)

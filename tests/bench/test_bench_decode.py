@@ -32,7 +32,7 @@ def test_our_calls_have_the_same_bits_and_bf16_is_close():
     ours = _out(decode.quantised, matmul, gated_mlp)
     apart = _out(decode.quantised, decode.apart(matmul), decode.apart(gated_mlp))
     reference.assert_same_bits(apart, ours)
-    bf16 = _out(lambda w: w, jnp.matmul, decode.bf16_mlp)
+    bf16 = _out(decode.unquantised, jnp.matmul, decode.bf16_mlp)
     assert ours.shape == (3, 256)
     # 2.1e-3: two layers of FP8 products, each off by about 4 %, beside the residual. With e5m2 it
     # is four times as much.

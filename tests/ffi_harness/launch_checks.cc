@@ -92,8 +92,8 @@ void CheckGemm(const Case& c, const fake::Launch& launch, Checker& check) {
   check.Require(params.lhs_rows == (quantizes ? 0 : m), "lhs_rows must be the rows of lhs");
   if (quantizes) {
     check.RequirePointer(params.lhs_values, "lhs");
-    check.Require(params.lhs_columns == c.Find("lhs")->dims[1] && m <= (divides_k ? 16 : 8),
-                  "rows of lhs must be whole, and few");
+    check.Require(params.lhs_columns == c.Find("lhs")->dims[1] && m <= 8,
+                  "rows of lhs must be whole, and at most 8");
   } else {
     check.Require(params.lhs_values == nullptr, "lhs is not quantised");
   }

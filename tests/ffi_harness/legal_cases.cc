@@ -63,10 +63,8 @@ void AddDense(Random& random, Case& c) {
 
 void AddQuantizing(Random& random, Case& c) {
   auto [unused, n, k] = ProductExtents(random, false);
-  const bool divides_k = c.Get("cluster_k") > 1;
-  if (divides_k) k = std::min<int64_t>(k, 22400);  // MostSplitK
-  const int64_t most_rows = divides_k ? c.Get("block_m") : 8, kb = Blocks(k);
-  const int64_t m = std::min(most_rows, random.PickOf({1, 2, 3, 4, 5, 7, 8, 9, 16}));
+  if (c.Get("cluster_k") > 1) k = std::min<int64_t>(k, 22400);  // MostSplitK
+  const int64_t m = random.PickOf({1, 2, 3, 4, 5, 7, 8}), kb = Blocks(k);
   // lhs may end in the middle of 16 values, and rhs may be padded.
   const int64_t lhs_k = k % 128 == 0 && random.Chance(0.3) ? k - 8 : k;
   c.args = {{"lhs", kBf16, {m, lhs_k}, 0},

@@ -16,9 +16,9 @@ struct SplitKQuantizer {
   using Ring = SplitKRing<Config>;
   using Cursor = typename Ring::Cursor;
   static constexpr int kRows = Config::kBlockM, kSplit = Config::kClusterK;
-  static constexpr int kNumWarps = 4, kPasses = kRows / 4;
-  // k-blocks of a warp whose values are on their way.
-  static constexpr int kAhead = kRows == 8 ? 4 : 2;
+  static constexpr int kNumWarps = 4, kPasses = 2;
+  static constexpr int kAhead = 4;  // k-blocks of a warp whose values are on their way
+  static_assert(kRows == 4 * kPasses, "a warp has four rows in a pass");
   using Rows = LhsRows<Config::kLhsE5M2, kPasses>;
 
   const GemmParams& params;
