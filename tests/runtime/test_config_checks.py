@@ -130,7 +130,7 @@ _QUANTIZING = _GEMM | dict(block_m=64, num_consumers=1, num_stages=8, quantizes_
         (dict(cluster_n=4), "quantizes_lhs must go with .* no cluster"),
         (dict(num_stages=7), "quantizes_lhs must go with .* at least 8 stages"),
         (dict(sub_n=8, block_m=8, block_n=64, cluster_k=4, num_consumers=2, num_accums=4,
-              num_stages=24, partial_sums=1), "cluster_k with quantizes_lhs must go with block_m 8, without partial_sums"),
+              num_stages=24, partial_sums=1), "must go with block_m 8, without partial_sums"),
         (dict(sub_n=16, block_m=16, block_n=64, cluster_k=8, num_consumers=2, num_accums=4,
               num_stages=24), "cluster_k with quantizes_lhs must go with block_m 8"),
     ],
