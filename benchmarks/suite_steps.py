@@ -37,7 +37,7 @@ PIECES: dict[str, list[Step]] = {
         _step("dense", 182, "dense"),
         _step("quantize", 25, "quantize"),
         _step("matmul", 6, "matmul"),
-        _step("decode", 30, "decode"),
+        _step("decode", 26, "decode"),
         _step("host", 3, "host"),
     ],
     "2": [

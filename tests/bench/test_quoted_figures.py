@@ -58,6 +58,14 @@ def _quotes() -> Iterator[tuple[str, str]]:
         )
         yield "recipes", f"{ms('bf16'):.1f} ms in place of {ms('f32'):.1f} ms"
     yield "inference", f"{few['us']:.1f} us on an H200, and {few['peers']['torch_bf16']:.1f} us"
+    one, *few_tokens, many = _ratios("decode", "xla_bf16")
+    yield "inference", f"take {one:.2f} times as long for one token"
+    yield "inference", f"{min(few_tokens):.2f} to {max(few_tokens):.2f} times for 4 to 16"
+    yield "inference", f"{many:.2f} times for 64"
+    spans = [f"{row['span_us']:.0f}" for row in _rows("decode")]
+    in_bf16 = [f"{row['peers_span_us']['xla_bf16']:.0f}" for row in _rows("decode")]
+    listed = lambda texts: f"{', '.join(texts[:-1])} and {texts[-1]}"
+    yield "performance", f"these steps take {listed(spans)} us, and in bf16 {listed(in_bf16)}"
     lax = _ratios("ragged", "lax_ragged_dot")
     yield "migration/lax", f"{min(lax):.0f} to {max(lax):.0f} times as long"
     layers = _ratios("moe", "tokamax")
