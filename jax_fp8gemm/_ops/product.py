@@ -104,7 +104,7 @@ def product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> jax.Array:
-    return product_of_rows(spec, lhs, transposed(spec, rhs), spec.shardings.out)
+    return product_of_rows(spec, lhs, rhs, spec.shardings.out)
 
 
 def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.Array, _Kept]:
@@ -184,19 +184,20 @@ def _unfolded(
 
 
 def product_of_rows(
-    spec: ProductSpec, lhs: jax.Array, rhs: ScaledArray, out_spec: PartitionSpec | None
+    spec: ProductSpec, lhs: jax.Array, rhs: Weights, out_spec: PartitionSpec | None
 ) -> jax.Array:
-    """Returns the product of lhs (..., k), quantised along k, where nobody keeps its quantisation.
+    """Returns the product of lhs (..., k) and rhs (k, n) where nobody keeps their quantisation.
 
-    rhs: (n, k). out_spec: as for `product`.
+    out_spec: as for `product`.
     """
     args = quantize_args(spec, spec.recipe.fwd)
     dtype = kernel_dtype(spec.out_dtype)
-    if not spec.recipe.split_k and is_faster(lhs, rhs.shape[0], dtype, args["pow2_scale"]):
-        out = quantizing_gemm(lhs, rhs, dtype, spec.reduce_dtype, out_spec, **args)
+    if not spec.recipe.split_k and is_faster(lhs, rhs.shape[-1], dtype, args["pow2_scale"]):
+        how = dtype, spec.reduce_dtype, out_spec
+        out = quantizing_gemm(lhs, transposed(spec, rhs), *how, **args)
         return out.astype(spec.out_dtype)
     rows = quantize_rows(lhs, padded=True, **args)
-    return gemm_as(spec, spec.out_dtype, rows, rhs, out_spec)
+    return gemm_as(spec, spec.out_dtype, rows, transposed(spec, rhs), out_spec)
 
 
 def gemm_as(

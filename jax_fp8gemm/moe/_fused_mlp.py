@@ -28,10 +28,10 @@ _Kept: TypeAlias = tuple[ScaledArray | None, products.Residuals, products.Expert
 def fused_mlp(specs: Specs, operands: MlpOperands) -> jax.Array:
     """Returns moe_mlp of operands that are checked, or gated_mlp where they have no groups."""
     x, w_gate_up, w_down, biases, groups = operands
-    w = products.transposed_weights(specs, w_gate_up, w_down, biases)
     if groups is None:
-        return products.dense_forward_alone(specs, x, w)
+        return products.dense_forward_alone(specs, x, w_gate_up, w_down)
     rows = _rows(specs.into, specs.into.recipe.fwd, x, groups)
+    w = products.transposed_weights(specs, w_gate_up, w_down, biases)
     return products.forward_alone(specs, rows, w, groups)
 
 

@@ -236,13 +236,17 @@ def forward_alone(specs: Specs, rows: ScaledArray, w: Experts, groups: Groups | 
     return down_product(specs, hidden_of_rows(specs, rows, w, groups), w, groups)
 
 
-def dense_forward_alone(specs: Specs, x: jax.Array, w: Experts) -> jax.Array:
+def dense_forward_alone(
+    specs: Specs, x: jax.Array, w_gate_up: Weights, w_down: Weights
+) -> jax.Array:
     """Returns the result of gated_mlp of x (m, d) for a caller that takes no gradient of it.
 
     The first product quantises few rows itself.
     """
-    gate_up = product_of_rows(specs.into, x, w.gate_up, None)
-    return down_product(specs, hidden(specs, gate_up, None, with_columns=False)[0], w, None)
+    gate_up = product_of_rows(specs.into, x, w_gate_up, None)
+    h, _ = hidden(specs, gate_up, None, with_columns=False)
+    down = specs.down
+    return gemm_as(down, down.out_dtype, h, transposed(down, w_down), down.shardings.out)
 
 
 def forward(
