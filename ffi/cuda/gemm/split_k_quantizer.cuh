@@ -48,10 +48,11 @@ struct SplitKQuantizer {
     for (int i = 0; i < kAhead; ++i) load(i, warp + i * kNumWarps, column);
   }
 
-  // Quantises the k-blocks of a tile, of which load_first() was called. cursor: at the first of
-  // them, and then behind the last one. The cluster has arrived at a barrier, for which it waits
-  // before it stores anything. NOTE: parity tells only two phases of a barrier apart. All stages of
-  // earlier tiles were given back then, and a warp waits for every fourth of at least four stages.
+  // Quantises the k-blocks of a tile. load_first() has loaded the first of them. cursor: at the
+  // first of them, and then behind the last one. The cluster has arrived at a barrier, and this
+  // waits for it before it stores anything. NOTE: parity tells only two phases of a barrier apart.
+  // All stages of earlier tiles were given back then, and a warp waits for every fourth of at least
+  // four stages.
   __device__ __forceinline__ void run(int column, Cursor& cursor) {
     Cursor at = cursor;
     at.skip(warp, ring.num_stages);
