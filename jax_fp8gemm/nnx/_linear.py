@@ -22,6 +22,10 @@ def _promote_dtype(args: tuple[Any, ...], /, **how: Any) -> Any:
     return promote_weights(lambda arrays: dtypes.promote_dtype(tuple(arrays), **how), args)
 
 
+def _num_dims(features: int | tuple[int, ...]) -> int:
+    return len(features) if isinstance(features, tuple) else 1
+
+
 class _InFp8:
     """What Linear and LinearGeneral add to Flax's modules."""
 
@@ -48,10 +52,11 @@ class _InFp8:
     def weights_of_products(self) -> Weights:
         """Returns how the product reads the kernel, for quantize_weights."""
         module: Any = self
-        num_batch, axis = len(getattr(module, "batch_axis", ())), getattr(module, "axis", -1)
-        contracting = tuple(range(len(axis) if isinstance(axis, tuple) else 1))
-        how = module.dot_general.keywords
-        return Weights(("kernel",), how, contracting, num_batch, module.dtype)
+        num_batch = len(getattr(module, "batch_axis", ()))
+        num_in, num_out = map(_num_dims, (module.in_features, module.out_features))
+        how, contracting = module.dot_general.keywords, tuple(range(num_in))
+        ndim = num_batch + num_in + num_out
+        return Weights(("kernel",), how, contracting, num_batch, module.dtype, ndim)
 
 
 class Linear(_InFp8, nnx.Linear):

@@ -27,6 +27,8 @@ class Weights(NamedTuple):
       contracting: as for quantize_weight.
       num_batch: the number of dimensions in front, with a product for each element.
       dtype: that to which the module casts them before, or None.
+      ndim: of a weight of one module. A weight of more dimensions is a stack of those of several
+        modules, as nnx.vmap makes it. None where all leading dimensions are alike.
     """
 
     names: tuple[str, ...]
@@ -34,6 +36,11 @@ class Weights(NamedTuple):
     contracting: tuple[int, ...] | None = None
     num_batch: int = 0
     dtype: Any = None
+    ndim: int | None = None
+
+    def num_mapped(self, w: Any) -> int:
+        """Returns the number of leading dimensions of `w` that contracting does not count."""
+        return self.num_batch + (0 if self.ndim is None else w.ndim - self.ndim)
 
 
 def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
@@ -42,7 +49,8 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same
     bits, and quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast
     here, and gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum
-    whose result is transposed, where the kernel may not be the rhs of the product::
+    whose result is transposed, where the kernel may not be the rhs of the product. Modules that
+    nnx.vmap has stacked along dimension 0, for nnx.scan, are quantised as a stack::
 
         def gradients(params, batches):  # of a model = nnx.merge(graph, params)
             model = nnx.merge(graph, params)
@@ -76,13 +84,13 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
                     variable.set_value(_for_inference(variable[...], found))
 
 
-def _quantised(w: Any, weights: Any) -> QuantizedWeight:
+def _quantised(w: Any, weights: Weights) -> QuantizedWeight:
     if isinstance(w, QuantizedWeight):
         return w
     run: Callable[..., Any] = partial(
         quantize_weight, contracting=weights.contracting, **weights.how
     )
-    for _ in range(weights.num_batch):
+    for _ in range(weights.num_mapped(w)):
         run = jax.vmap(run)
     return run(w if weights.dtype is None else w.astype(weights.dtype))
 
@@ -91,7 +99,7 @@ def _is_matrices(module: nnx.Module, w: Any, weights: Weights) -> bool:
     """Returns whether the products of the module read `w` as matrices (..., k, n)."""
     if isinstance(w, ScaledArray) or isinstance(module, nnx.Einsum) or weights.num_batch:
         return False
-    return weights.contracting is None or (w.ndim, weights.contracting) == (2, (0,))
+    return weights.contracting is None or (weights.ndim, weights.contracting) == (2, (0,))
 
 
 def _for_inference(w: Any, weights: Weights) -> Any:
@@ -120,4 +128,4 @@ def weights_of_einsum(equation: str, how: dict[str, Any], dtype: Any) -> Weights
         return None
     # jnp.einsum contracts in the order of the letters.
     contracting = tuple(rhs.index(n) - len(batch) for n in sorted(rhs) if n not in out)
-    return Weights(("kernel",), how, contracting, len(batch), dtype)
+    return Weights(("kernel",), how, contracting, len(batch), dtype, len(rhs))

@@ -121,6 +121,38 @@ def test_quantize_weights_of_a_module(name, dtype):
     assert_same(name, gradients(run_once, weights), gradients(run, params))
 
 
+def stack_of(name, **how):
+    """Three modules, stacked as a user does for nnx.scan, and their results for X by a scan."""
+    make = nnx.vmap(lambda rngs: NNX[name][0](rngs=rngs, **how), in_axes=(0,), out_axes=0)
+    each = nnx.scan(lambda module, x: module(x), in_axes=(0, None), out_axes=0)
+    return nnx.split_rngs(splits=3)(make)(nnx.Rngs(0)), lambda module: each(module, X)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NNX)
+def test_quantize_weights_of_a_stack_of_modules(name, dtype):
+    stack, run = stack_of(name, dtype=dtype)
+    plain = nnx.split(stack, nnx.Param, ...)
+    ours.quantize_weights(stack)
+    once = nnx.split(stack, nnx.Param, ...)
+
+    def of(graph, *states):
+        params, rest = map(nnx.to_pure_dict, states)
+        return gradients(lambda p: run(nnx.merge(graph, nnx.State(p), nnx.State(rest))), params)
+
+    assert all(isinstance(getattr(stack, w)[...], QuantizedWeight) for w in NNX[name][1])
+    assert_same(name, of(*once), of(*plain))
+
+
+@pytest.mark.parametrize("name", ["Linear", "SwiGLU", "MoE"])
+def test_weights_for_inference_of_a_stack_of_modules(name):
+    stack, run = stack_of(name)
+    expected = run(stack)
+    ours.quantize_weights(stack, for_inference=True)
+    assert_same(name, run(stack), expected)
+    assert all(isinstance(getattr(stack, w)[...], ScaledArray) for w in NNX[name][1])
+
+
 def test_quantize_weights_of_a_model():
     """By the recipe of each module; a module of Flax stays as it is."""
     rngs = nnx.Rngs(0)
