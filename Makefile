@@ -105,6 +105,7 @@ conformance: $(CONFORMANCE_VENV)/installed-conformance
 
 gpu-programs: $(GPU_PROGRAMS_VENV)/installed-gpu-programs
 	JAX_PLATFORMS=cpu $(GPU_PROGRAMS_VENV)/bin/python -P -m pytest tests/sharding/test_gpu_programs.py \
+	  tests/primitives/test_stacks_of_a_scan.py \
 	  $(PYTEST_FLAGS)
 
 # From the source distribution, as an index has it. The build has an environment of its own, with

@@ -213,6 +213,6 @@ def _run_shard(run, *operands, shards: Shards, **params):
 grouped_wgrad_p = define_primitive(
     "jax_fp8gemm_grouped_wgrad",
     _shape_rule,
-    Forms(_reference, _ffi_call, _emulation),
+    Forms(_reference, _ffi_call, _emulation, lambda **params: True),
     mesh_rules=MeshRules(_partition_rule, _run_shard),
 )

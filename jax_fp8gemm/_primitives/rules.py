@@ -16,6 +16,7 @@ from jax.experimental.xla_metadata import (
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
+from jax_fp8gemm._data import formats
 from jax_fp8gemm._primitives import fallback
 from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._sharding.cache_tag import tag
@@ -39,11 +40,13 @@ class Forms(NamedTuple):
       reference: in plain JAX.
       ffi_call: the kernel, by jax.ffi.ffi_call.
       emulation: in plain JAX, with the bits of the kernel. None: the reference has them.
+      is_weight_gradient: (**params) -> whether the result is a weight gradient, which one op reads.
     """
 
     reference: Callable[..., Arrays]
     ffi_call: Callable[..., Arrays]
     emulation: Callable[..., Arrays] | None = None
+    is_weight_gradient: Callable[..., bool] = lambda **params: False
 
 
 class MeshRules(NamedTuple):
@@ -82,10 +85,27 @@ class Rules:
         left_out = self.mesh_rules.shard_params if self.mesh_rules is not None else ()
         return {name: value for name, value in params.items() if name not in left_out}
 
+    # NOTE: a scan stores what it stacks by dynamic-update-slice. XLA fuses a custom call with that,
+    # so the kernel writes into the stack. But if the same result has other readers, XLA runs the
+    # call a second time for them. Behind a barrier the result is copied into the stack instead.
+
     def kernel(self, *operands, **params):
-        # NOTE: a scan stores residuals by dynamic-update-slice. XLA fuses a custom call with it,
-        # and runs the call a second time for other readers of the result. The barrier prevents it.
-        return lax.optimization_barrier(self.forms.ffi_call(*operands, **params))
+        """Calls the kernel. Barriers stand behind what may be stacked and read: not FP8 values.
+
+        Of these, one orientation is read by the next product, and the other is stacked for the
+        backward pass.
+        """
+        return self._call(lambda x: x.dtype not in formats.FP8_DTYPES, operands, params)
+
+    def kernel_on_mesh(self, *operands, **params):
+        """The same on a mesh that divides the op: collectives may read stacked FP8 values too."""
+        return self._call(lambda x: True, operands, params)
+
+    def _call(self, has_barrier: Callable[[Any], bool], operands, params) -> Arrays:
+        results = self.forms.ffi_call(*operands, **params)
+        if self.forms.is_weight_gradient(**params):
+            return results
+        return [lax.optimization_barrier(x) if has_barrier(x) else x for x in results]
 
     @cached_property
     def shared_reference(self) -> Callable[..., Arrays]:
@@ -119,11 +139,13 @@ class Rules:
         if NEEDS_DEVICES is None:  # and there is one device
             alone = lambda *xs: run(*without_twins(xs, twin_of), **own)
             return mlir.lower_fun(alone, multiple_results=True)(ctx, *operands)
+        is_kernel = run == self.kernel
+        if is_kernel and _num_devices(ctx) > 1:
+            run = self.kernel_on_mesh
         rule = self.mesh_rules.partition_rule(*without_twins(ctx.avals_in, twin_of), **own)
         run_shard = self.mesh_rules.run_shard
         local = run_shard and partial(run_shard, run, **params)
         function = partitioned(partial(run, **own), rule, local, twin_of)
-        is_kernel = run == self.kernel
         tagged = lambda *xs: tag(function(*xs), self.name, is_kernel, params)
         # NOTE: in jax.ensure_compile_time_eval() JAX computes constants at once, as arrays, and
         # custom_partitioning accepts no arrays as constants.
@@ -205,8 +227,12 @@ def _platforms(ctx) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
+def _num_devices(ctx) -> int:
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
 def _check_partitioner(op: str, ctx) -> None:
-    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    num_devices = _num_devices(ctx)
     if num_devices > 1 and NEEDS_DEVICES is None:
         what = f"{op}: jit over {num_devices} devices must have a JAX that can partition the op"
         raise NotImplementedError(jax_drift.unsupported(what))
