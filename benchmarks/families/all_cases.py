@@ -46,7 +46,7 @@ def cases_of(
     if family == "model":
         from benchmarks.families import model  # no other family needs Flax and optax
 
-        return [model.model_case(model.LLAMA3_8B)]
+        return model.model_cases(model.LLAMA3_8B)
     if family == "fsdp":
         return [fsdp.fsdp_case(stack) for stack in fsdp.STACKS]
     if family == "expert-parallel":

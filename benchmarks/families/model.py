@@ -1,6 +1,7 @@
 """The family `model`: a training step of a decoder in Flax NNX, by AdamW of optax.
 
 The model is the user's own (nnx_decoder.py). All that changes is the `dot_general` of its Linear.
+A second row has the layers in a scan, which computes each again in the backward pass.
 """
 
 import functools
@@ -13,7 +14,7 @@ import optax
 from flax import nnx
 
 import jax_fp8gemm
-from benchmarks.case import Case, peak_bytes
+from benchmarks.case import Build, Case, peak_bytes
 from benchmarks.families.moe import SQUARE
 from benchmarks.families.nnx_decoder import Decoder, Sizes
 from benchmarks.problem import Shape, Work
@@ -31,47 +32,68 @@ LLAMA3_8B = Sizes(
 )
 
 
-def model_case(sizes: Sizes) -> Case:
-    """Our product in the Linear but the head, beside the same model in bf16.
+def model_cases(sizes: Sizes) -> list[Case]:
+    """Our product in the Linear but the head, beside the same model in bf16."""
+    call = functools.partial(model_call, sizes)
+    of_linear, of_swiglu, of_stack = [], [], []
+    unrolled = {
+        "": lambda: call(of_linear, **in_linear(DEEPSEEK_V3)),
+        "square_wgrad": lambda: call(of_linear, **in_linear(SQUARE)),
+        "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(DEEPSEEK_V3)),
+        "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(SQUARE)),
+        "xla_bf16": lambda: call(of_linear),
+    }
+    in_scan = functools.partial(call, of_stack, is_scanned=True)
+    scanned = {
+        "": lambda: in_scan(**in_linear(DEEPSEEK_V3)),
+        "quantised_once": lambda: in_scan(fp8_nnx.quantize_weights, **ours(DEEPSEEK_V3)),
+        "xla_bf16": lambda: in_scan(),
+    }
+    return [_case(sizes, sizes.name, unrolled), _case(sizes, f"{sizes.name}_scanned", scanned)]
+
+
+def _case(s: Sizes, name: str, calls: dict[str, Build]) -> Case:
+    """The case of these calls, of which that named "" is ours.
 
     Read once and written once by AdamW: weights, two moments and gradients in f32.
     """
-    s = sizes
     num_weights = s.weights_of_products + s.hidden * s.vocabulary
-    call = functools.partial(model_call, s)
-    of_linear, of_swiglu = [], []
     return Case(
-        labels=dict(name=s.name, tokens=s.tokens, hidden=s.hidden, inter=s.inter),
+        labels=dict(name=name, tokens=s.tokens, hidden=s.hidden, inter=s.inter),
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, 28 * num_weights),
         config="",
-        build=lambda: call(of_linear, **in_linear(DEEPSEEK_V3)),
-        peers={
-            "square_wgrad": lambda: call(of_linear, **in_linear(SQUARE)),
-            "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(DEEPSEEK_V3)),
-            "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(SQUARE)),
-            "xla_bf16": lambda: call(of_linear),
-        },
+        build=calls.pop(""),
+        peers=calls,
     )
 
 
 def in_linear(recipe: jax_fp8gemm.Recipe) -> dict[str, Any]:
     """What makes a Decoder whose Linear but the head multiply in FP8."""
-    return dict(dot_general=functools.partial(jax_fp8gemm.dot_general, recipe=recipe))
+    dot_general = functools.partial(jax_fp8gemm.dot_general, recipe=recipe)
+    return dict(make_linear=functools.partial(nnx.Linear, dot_general=dot_general))
+
+
+def ours(recipe: jax_fp8gemm.Recipe) -> dict[str, Any]:
+    """The same with this package's Linear, whose weights quantize_weights finds."""
+    return dict(make_linear=functools.partial(fp8_nnx.Linear, recipe=recipe))
 
 
 def everywhere(recipe: jax_fp8gemm.Recipe) -> dict[str, Any]:
     """The same with the head in FP8, and fp8_nnx.SwiGLU in the place of the MLP."""
     swiglu = functools.partial(fp8_nnx.SwiGLU, dtype=jnp.bfloat16, recipe=recipe)
     how = in_linear(recipe)
-    return how | dict(head_dot_general=how["dot_general"], make_mlp=swiglu)
+    return how | dict(make_head=how["make_linear"], make_mlp=swiglu)
 
 
-def model_call(sizes: Sizes, states: list[Any], **how: Any) -> Call:
+def model_call(
+    sizes: Sizes, states: list[Any], prepare: Callable[[nnx.Module], None] | None = None, **how: Any
+) -> Call:
     """The compiled step, each on the state of the one before; every kernel counts.
 
     Args:
       states: the state that models of the same parameters share, or none yet.
+      prepare: what a step does to the model before it runs, or None.
       how: of the Decoder.
     """
     make = functools.partial(Decoder, sizes, **how)
@@ -84,7 +106,8 @@ def model_call(sizes: Sizes, states: list[Any], **how: Any) -> Call:
         weights = nnx.to_pure_dict(nnx.state(make(rngs=nnx.Rngs(0))))
         return weights, optimizer.init(weights)
 
-    step = jax.jit(functools.partial(_step, graph, optimizer), donate_argnums=0)
+    loss = functools.partial(_loss, graph, prepare)
+    step = jax.jit(functools.partial(_step, loss, optimizer), donate_argnums=0)
     tokens = jax.random.randint(
         jax.random.key(1), (sizes.sequences, sizes.length + 1), 0, sizes.vocabulary
     )
@@ -99,15 +122,22 @@ def model_call(sizes: Sizes, states: list[Any], **how: Any) -> Call:
     return Call(run, jax_queue(), peak_bytes=peak_bytes(program))
 
 
-def _step(graph: Any, optimizer: Any, state: Any, tokens: jax.Array) -> Any:
+def _step(loss_of: Callable[..., Any], optimizer: Any, state: Any, tokens: jax.Array) -> Any:
     weights, moments = state
-    loss, gradients = jax.value_and_grad(functools.partial(_loss, graph))(weights, tokens)
+    loss, gradients = jax.value_and_grad(loss_of)(weights, tokens)
     updates, moments = optimizer.update(gradients, moments, weights)
     return (optax.apply_updates(weights, updates), moments), loss
 
 
-def _loss(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
+def _loss(
+    graph: Any,
+    prepare: Callable[[nnx.Module], None] | None,
+    weights: Any,
+    tokens: jax.Array,
+) -> jax.Array:
     """The mean cross-entropy of the next token."""
-    forward: Callable[[jax.Array], jax.Array] = nnx.merge(graph, nnx.State(weights))
-    logits = forward(tokens[:, :-1]).astype(jnp.float32)
+    model: Decoder = nnx.merge(graph, nnx.State(weights))
+    if prepare is not None:
+        prepare(model)
+    logits = model(tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

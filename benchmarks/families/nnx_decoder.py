@@ -1,18 +1,20 @@
 """A decoder of the shape of Llama-3 in Flax NNX, as a user would write it: it imports no FP8.
 
 Its products are those of nnx.Linear, which take a `dot_general`. The embedding and the head are not
-tied. Parameters are f32, and activations bf16.
+tied. Parameters are f32, and activations bf16. The layers follow one another in the program, or run
+in a scan that computes each of them again in the backward pass.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-DotGeneral = Callable[..., jax.Array]
+# (inputs, outputs, use_bias=False, dtype=bf16, rngs=rngs) -> module
+MakeLinear = Callable[..., nnx.Module]
 # (hidden, intermediate, rngs=rngs) -> module
 MakeMlp = Callable[..., nnx.Module]
 _ROPE_BASE = 500_000.0
@@ -55,7 +57,8 @@ class Sizes:
 class Attention(nnx.Module):
     """Causal attention with rotary positions and grouped keys and values."""
 
-    def __init__(self, sizes: Sizes, linear: Callable[[int, int], nnx.Module]):
+    def __init__(self, sizes: Sizes, make_linear: MakeLinear, rngs: nnx.Rngs):
+        linear = _linear(make_linear, rngs)
         kv = sizes.kv_heads * sizes.head_dim
         self.head_dim = sizes.head_dim
         self.q = linear(sizes.hidden, sizes.heads * sizes.head_dim)
@@ -74,7 +77,8 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """Three Linear with SwiGLU between."""
 
-    def __init__(self, sizes: Sizes, linear: Callable[[int, int], nnx.Module]):
+    def __init__(self, sizes: Sizes, make_linear: MakeLinear, rngs: nnx.Rngs):
+        linear = _linear(make_linear, rngs)
         self.gate, self.up = (linear(sizes.hidden, sizes.inter) for _ in range(2))
         self.down = linear(sizes.inter, sizes.hidden)
 
@@ -88,15 +92,17 @@ class Layer(nnx.Module):
     def __init__(
         self,
         sizes: Sizes,
-        linear: Callable[[int, int], nnx.Module],
+        make_linear: MakeLinear,
         make_mlp: MakeMlp | None,
         rngs: nnx.Rngs,
     ):
         norm = lambda: nnx.RMSNorm(sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(sizes, linear)
+        self.attention = Attention(sizes, make_linear, rngs)
         self.mlp = (
-            make_mlp(sizes.hidden, sizes.inter, rngs=rngs) if make_mlp else Mlp(sizes, linear)
+            make_mlp(sizes.hidden, sizes.inter, rngs=rngs)
+            if make_mlp
+            else Mlp(sizes, make_linear, rngs)
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -104,33 +110,50 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Scanned(nnx.Module):
+    """Layers stacked along dimension 0, in a scan; the backward pass computes each again."""
+
+    def __init__(self, make_layer: Callable[[nnx.Rngs], Layer], num_layers: int, rngs: nnx.Rngs):
+        stacked = nnx.vmap(make_layer, in_axes=(0,), out_axes=0)
+        self.stack = nnx.split_rngs(splits=num_layers)(stacked)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        run = nnx.remat(lambda layer, x: layer(x), prevent_cse=False)  # a scan prevents it
+        return nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
+
+
 class Decoder(nnx.Module):
     """Tokens (sequences, length) -> logits in bf16.
 
-    dot_general: the product of all Linear but the head. head_dot_general: that of the head.
-    make_mlp: makes the MLP of a layer; None for Mlp.
+    make_linear: makes all Linear but the head. make_head: makes that. make_mlp: makes the MLP of a
+    layer; None for Mlp. is_scanned: whether the layers are Scanned.
     """
 
     def __init__(
         self,
         sizes: Sizes,
         rngs: nnx.Rngs,
-        dot_general: DotGeneral = jax.lax.dot_general,
-        head_dot_general: DotGeneral = jax.lax.dot_general,
+        make_linear: MakeLinear = nnx.Linear,
+        make_head: MakeLinear = nnx.Linear,
         make_mlp: MakeMlp | None = None,
+        is_scanned: bool = False,
     ):
-        def linear(inputs: int, outputs: int, product: DotGeneral = dot_general) -> nnx.Linear:
-            how: dict[str, Any] = dict(use_bias=False, dtype=jnp.bfloat16, dot_general=product)
-            return nnx.Linear(inputs, outputs, **how, rngs=rngs)
-
+        make_layer = lambda rngs: Layer(sizes, make_linear, make_mlp, rngs)
         self.embedding = nnx.Embed(sizes.vocabulary, sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
-        layers = [Layer(sizes, linear, make_mlp, rngs) for _ in range(sizes.layers)]
-        self.layers = nnx.Sequential(*layers)
+        self.layers = (
+            Scanned(make_layer, sizes.layers, rngs)
+            if is_scanned
+            else nnx.Sequential(*(make_layer(rngs) for _ in range(sizes.layers)))
+        )
         self.norm = nnx.RMSNorm(sizes.hidden, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = linear(sizes.hidden, sizes.vocabulary, head_dot_general)
+        self.head = _linear(make_head, rngs)(sizes.hidden, sizes.vocabulary)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.head(self.norm(self.layers(self.embedding(tokens))))
+
+
+def _linear(make: MakeLinear, rngs: nnx.Rngs) -> Callable[[int, int], nnx.Module]:
+    return functools.partial(make, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
 
 def _rotated(x: jax.Array) -> jax.Array:

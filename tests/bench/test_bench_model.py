@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import re
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from flax import nnx
 import jax_fp8gemm
 from benchmarks.families import model
 from benchmarks.families.nnx_decoder import Decoder, Sizes
+from jax_fp8gemm import nnx as fp8_nnx
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax_fp8gemm. the CUDA kernels are off")
 
@@ -42,12 +45,12 @@ def promotion():
         yield
 
 
-def _text(**how):
+def _text(prepare=None, **how):
     """The text of the gradient for a GPU, without running it."""
     tokens = jax.ShapeDtypeStruct((2, 65), np.int32)
     with promotion():
         graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(TINY, nnx.Rngs(0), **how)))
-        loss = lambda weights, tokens: model._loss(graph, weights, tokens)
+        loss = functools.partial(model._loss, graph, prepare)
         traced = jax.jit(jax.grad(loss)).trace(nnx.to_pure_dict(state), tokens)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -81,6 +84,35 @@ def test_a_model_trains_as_in_bf16():
     assert all(call.peak_bytes is not None and call.kernel == "" for call in calls)
 
 
+def test_layers_in_a_scan():
+    """They train as layers one after another do; weights that are quantised once change no bit."""
+    once = dict(prepare=fp8_nnx.quantize_weights, **model.ours(jax_fp8gemm.DEEPSEEK_V3))
+    scanned = dict(is_scanned=True)
+    with promotion():
+        calls = [
+            model.model_call(TINY, [], **how)
+            for how in (FP8, FP8 | scanned, once | scanned, scanned)
+        ]
+    unrolled, in_scan, quantised_once, bf16 = (
+        np.array([float(call.run()) for _ in range(4)]) for call in calls
+    )
+    np.testing.assert_array_equal(quantised_once, in_scan)
+    # The layers' initial values are others.
+    np.testing.assert_allclose(in_scan, unrolled, rtol=0.05)
+    np.testing.assert_allclose(in_scan, bf16, rtol=0.01)
+    assert (np.diff(in_scan) < 0).all() and not np.array_equal(in_scan, bf16)
+
+
+def test_weights_are_quantised_once_outside_the_scan():
+    # Seven Linear in the body of a scan; in the backward body they run again.
+    by_linear = _text(**FP8, is_scanned=True)
+    once = _text(fp8_nnx.quantize_weights, **model.ours(jax_fp8gemm.DEEPSEEK_V3), is_scanned=True)
+    squares = lambda text: len(re.findall(r"@jax_fp8gemm_quantize\(.*? mode = [345] ", text))
+    assert (squares(by_linear), squares(once)) == (2 * 7, 7)
+    products = lambda text: text.count("custom_call @jax_fp8gemm_gemm(")
+    assert products(once) == products(by_linear) > 3 * 7
+
+
 def test_models_of_the_same_parameters_share_their_state():
     states = []
     with promotion():
@@ -90,7 +122,9 @@ def test_models_of_the_same_parameters_share_their_state():
 
 
 def test_peers_of_a_model():
-    case = model.model_case(dataclasses.replace(TINY, layers=1))
+    case, scanned = model.model_cases(dataclasses.replace(TINY, layers=1))
     peers = ["square_wgrad", "fp8_head_swiglu", "fp8_head_swiglu_square", "xla_bf16"]
     assert list(case.peers) == peers
     assert case.labels["tokens"] == 128
+    assert list(scanned.peers) == ["quantised_once", "xla_bf16"]
+    assert scanned.labels == case.labels | dict(name="tiny_scanned")
