@@ -46,6 +46,10 @@ def _quotes() -> Iterator[tuple[str, str]]:
     in_fp8 = spans["xla_bf16"] / model["span_us"], spans["xla_bf16"] / spans["fp8_head_swiglu"]
     yield "flax", f"bf16 takes {in_fp8[0]:.2f} times as long for a training step"
     yield "flax", f"it takes {in_fp8[1]:.2f} times as long"
+    scanned = _row("model", name="llama3_8b_4_layers_scanned")
+    spans = scanned["peers_span_us"]
+    plain, once = (spans["xla_bf16"] / us for us in (scanned["span_us"], spans["quantised_once"]))
+    yield "flax", f"bf16 takes {plain:.2f} times as long, and {once:.2f} times with weights"
     block = _row("step", name="deepseek_v3_block")
     in_bf16 = block["peers_span_us"]["tokamax"] / block["span_us"]
     yield (
