@@ -61,6 +61,8 @@ def _quotes() -> Iterator[tuple[str, str]]:
             _row("h100_fsdp_x4", tokens=tokens, mode="unrolled", sums=sums)["us"] / 1e3
         )
         yield "recipes", f"{ms('bf16'):.1f} ms in place of {ms('f32'):.1f} ms"
+    kept = [ratio(row, "fp8_gate_up") for row in _rows("moe")]
+    yield "recipes", "take {:.2f}, {:.2f}, {:.2f} and {:.2f} times as long".format(*kept)
     yield "inference", f"{few['us']:.1f} us on an H200, and {few['peers']['torch_bf16']:.1f} us"
     one, *few_tokens, many = _ratios("decode", "xla_bf16")
     yield "inference", f"take {one:.2f} times as long for one token"
