@@ -12,7 +12,7 @@ import pytest
 import reference
 import stacks_of_a_scan as scan
 
-from jax_fp8gemm import Recipe, quantize_weight
+from jax_fp8gemm import Recipe, matmul, quantize, quantize_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -71,3 +71,25 @@ def test_weights_that_are_quantised_outside_the_scan(name):
     reference.assert_same_bits(dx, expected_dx)
     for gradient, of_plain in zip(found, expected, strict=True):
         reference.assert_same_bits(gradient.weight, of_plain)
+
+
+@pytest.mark.parametrize("m", [1, 8, 64])
+@pytest.mark.parametrize("n, k", [(256, 256), (4096, 4096)], ids=str)
+def test_products_of_slices_of_a_stack(m, n, k):
+    """Of a stack of quantised weights, in a scan inside of a loop over tokens."""
+    up, down = (
+        jax.random.normal(jax.random.key(i), (scan.NUM_LAYERS, *shape), jnp.bfloat16) / shape[0]
+        for i, shape in enumerate([(k, n), (n, k)])
+    )
+    stack = [quantize(w, block=(128, 128), with_transpose="only") for w in (up, down)]
+    x = jax.random.normal(jax.random.key(2), (m, k), jnp.bfloat16)
+    layer = lambda x, w: x + matmul(matmul(x, w[0]), w[1])
+
+    def in_loops(x, stack):
+        layers = lambda _, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0]
+        return jax.lax.fori_loop(0, 2, layers, x)
+
+    expected = x
+    for i in [*range(scan.NUM_LAYERS)] * 2:
+        expected = layer(expected, [w[i] for w in stack])
+    reference.assert_same_bits(jax.jit(in_loops)(x, stack), expected)
