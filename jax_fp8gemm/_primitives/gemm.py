@@ -281,8 +281,10 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params
     return [total.astype(out_dtype)]
 
 
-def _is_weight_gradient(*, is_1d1d: bool, is_2d1d: bool, **params: Any) -> bool:
-    return is_1d1d or is_2d1d
+def _is_weight_gradient(
+    lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool, **params: Any
+) -> bool:
+    return (is_1d1d or is_2d1d) and not accum
 
 
 gemm_p = define_primitive(

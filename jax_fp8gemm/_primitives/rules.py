@@ -40,13 +40,14 @@ class Forms(NamedTuple):
       reference: in plain JAX.
       ffi_call: the kernel, by jax.ffi.ffi_call.
       emulation: in plain JAX, with the bits of the kernel. None: the reference has them.
-      is_weight_gradient: (**params) -> whether the result is a weight gradient, which one op reads.
+      is_weight_gradient: (*operands, **params) -> whether the results are new arrays that one op
+        reads, as weight gradients are.
     """
 
     reference: Callable[..., Arrays]
     ffi_call: Callable[..., Arrays]
     emulation: Callable[..., Arrays] | None = None
-    is_weight_gradient: Callable[..., bool] = lambda **params: False
+    is_weight_gradient: Callable[..., bool] = lambda *operands, **params: False
 
 
 class MeshRules(NamedTuple):
@@ -87,7 +88,8 @@ class Rules:
 
     # NOTE: a scan stores what it stacks by dynamic-update-slice. XLA fuses a custom call with that,
     # so the kernel writes into the stack. But if the same result has other readers, XLA runs the
-    # call a second time for them. Behind a barrier the result is copied into the stack instead.
+    # call a second time for them. Nor may a call write there whose result takes the place of an
+    # operand: XLA fuses that too. Behind a barrier the result is copied into the stack instead.
 
     def kernel(self, *operands, **params):
         """Calls the kernel. Barriers stand behind what may be stacked and read: not FP8 values.
@@ -103,7 +105,7 @@ class Rules:
 
     def _call(self, has_barrier: Callable[[Any], bool], operands, params) -> Arrays:
         results = self.forms.ffi_call(*operands, **params)
-        if self.forms.is_weight_gradient(**params):
+        if self.forms.is_weight_gradient(*operands, **params):
             return results
         return [lax.optimization_barrier(x) if has_barrier(x) else x for x in results]
 

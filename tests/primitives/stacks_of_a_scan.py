@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+import jax_fp8gemm as fp8
 from jax_fp8gemm import checkpoint_policies, matmul, moe
 
 NUM_LAYERS = 3
@@ -48,3 +49,35 @@ def gradients(layer, weights, x, is_unrolled=False):
         return jnp.square(x.astype(jnp.float32)).mean()
 
     return jax.grad(loss, argnums=(0, 1))(weights, x)
+
+
+def sums_of_products(totals, lhs, rhs):
+    """Adds a product lhs[i] (m, k) . rhs[i] (n, k) to each of the stacked totals (m, n)."""
+
+    def add(total, *operands):
+        lhs, rhs = (fp8.quantize(x) for x in operands)
+        return fp8.scaled_matmul(lhs, rhs, out_dtype=jnp.float32, accumulate_into=total)
+
+    return _stacked(add, totals, lhs, rhs)
+
+
+def sums_of_gradients(totals, lhs, rhs):
+    """Adds the weight gradients of GROUPS groups of rows to each of the stacked totals."""
+
+    def add(total, *operands):
+        sizes = jnp.full((GROUPS,), len(operands[0]) // GROUPS, jnp.int32)
+        columns = (fp8.quantize_ragged(x, sizes) for x in operands)
+        return fp8.scaled_ragged_wgrad(*columns, sizes, accumulate_into=total)
+
+    return _stacked(add, totals, lhs, rhs)
+
+
+def _stacked(add, *stacks):
+    return jax.lax.scan(lambda _, of: (None, add(*of)), None, stacks)[1]
+
+
+# name: (adds products to stacked totals, the shapes of totals, lhs and rhs)
+SUMS = {
+    "products": (sums_of_products, [(256, 384), (256, 512), (384, 512)]),
+    "gradients": (sums_of_gradients, [(GROUPS, 256, 384), (512, 256), (512, 384)]),
+}

@@ -86,3 +86,13 @@ def test_products_read_the_slices_of_a_stack_where_they_are(m):
     slicing = computations(text, r"f8e4m3fn\[[\d,]+\]\S* dynamic-slice\(")
     assert slicing and all("custom-call(" in body for body in slicing)
     assert not computations(text, r"f8e4m3fn\[[\d,]+\]\S* copy\(")
+
+
+@pytest.mark.parametrize("name", scan.SUMS)
+def test_a_result_in_the_place_of_an_operand_is_copied_into_a_stack(name):
+    """The kernel adds to what its result holds, so both must be one buffer."""
+    add, (totals, *operands) = scan.SUMS[name]
+    of = lambda shape, dtype: jax.ShapeDtypeStruct((scan.NUM_LAYERS, *shape), dtype)
+    text = text_of(add, of(totals, jnp.float32), *(of(x, jnp.bfloat16) for x in operands))
+    calls = computations(text, r"\S+ custom-call\(.*output_to_operand_aliasing")
+    assert len(calls) == 1 and " dynamic-update-slice(" not in calls[0]

@@ -93,3 +93,17 @@ def test_products_of_slices_of_a_stack(m, n, k):
     for i in [*range(scan.NUM_LAYERS)] * 2:
         expected = layer(expected, [w[i] for w in stack])
     reference.assert_same_bits(jax.jit(in_loops)(x, stack), expected)
+
+
+@pytest.mark.parametrize("name", scan.SUMS)
+def test_sums_in_place_of_stacked_totals(name):
+    add, shapes = scan.SUMS[name]
+    keys = jax.random.split(jax.random.key(3), len(shapes))
+    dtypes = jnp.float32, jnp.bfloat16, jnp.bfloat16
+    totals, lhs, rhs = (
+        jax.random.normal(key, (scan.NUM_LAYERS, *shape), dtype)
+        for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)
+    )
+    each = [add(totals[i : i + 1], lhs[i : i + 1], rhs[i : i + 1]) for i in range(scan.NUM_LAYERS)]
+    reference.assert_same_bits(jax.jit(add)(totals, lhs, rhs), jnp.concatenate(each))
+    assert not jnp.array_equal(each[0], totals[:1])
