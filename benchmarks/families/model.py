@@ -36,24 +36,27 @@ def model_cases(sizes: Sizes) -> list[Case]:
     """Our product in the Linear but the head, beside the same model in bf16."""
     call = functools.partial(model_call, sizes)
     of_linear, of_swiglu, of_stack = [], [], []
-    unrolled = {
-        "": lambda: call(of_linear, **in_linear(DEEPSEEK_V3)),
+    unrolled = lambda: call(of_linear, **in_linear(DEEPSEEK_V3))
+    beside_unrolled = {
         "square_wgrad": lambda: call(of_linear, **in_linear(SQUARE)),
         "fp8_head_swiglu": lambda: call(of_swiglu, **everywhere(DEEPSEEK_V3)),
         "fp8_head_swiglu_square": lambda: call(of_swiglu, **everywhere(SQUARE)),
         "xla_bf16": lambda: call(of_linear),
     }
     in_scan = functools.partial(call, of_stack, is_scanned=True)
-    scanned = {
-        "": lambda: in_scan(**in_linear(DEEPSEEK_V3)),
+    scanned = lambda: in_scan(**in_linear(DEEPSEEK_V3))
+    beside_scanned = {
         "quantised_once": lambda: in_scan(fp8_nnx.quantize_weights, **ours(DEEPSEEK_V3)),
         "xla_bf16": lambda: in_scan(),
     }
-    return [_case(sizes, sizes.name, unrolled), _case(sizes, f"{sizes.name}_scanned", scanned)]
+    return [
+        _case(sizes, sizes.name, unrolled, beside_unrolled),
+        _case(sizes, f"{sizes.name}_scanned", scanned, beside_scanned),
+    ]
 
 
-def _case(s: Sizes, name: str, calls: dict[str, Build]) -> Case:
-    """The case of these calls, of which that named "" is ours.
+def _case(s: Sizes, name: str, build: Build, peers: dict[str, Build]) -> Case:
+    """The case of our step and its peers.
 
     Read once and written once by AdamW: weights, two moments and gradients in f32.
     """
@@ -63,8 +66,8 @@ def _case(s: Sizes, name: str, calls: dict[str, Build]) -> Case:
         shape=Shape(s.tokens, s.inter, s.hidden),
         work=Work(s.flop, 28 * num_weights),
         config="",
-        build=calls.pop(""),
-        peers=calls,
+        build=build,
+        peers=peers,
     )
 
 
