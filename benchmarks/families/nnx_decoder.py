@@ -118,7 +118,8 @@ class Scanned(nnx.Module):
         self.stack = nnx.split_rngs(splits=num_layers)(stacked)(rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        run = nnx.remat(lambda layer, x: layer(x), prevent_cse=False)  # a scan prevents it
+        # In a scan XLA cannot join the two computations of a layer, so nothing need prevent it.
+        run = nnx.remat(lambda layer, x: layer(x), prevent_cse=False)
         return nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
 
 

@@ -281,7 +281,7 @@ def _run_shard(run, *operands, shards: Shards, out_dtype, reduce_dtype, **params
     return [total.astype(out_dtype)]
 
 
-def _is_weight_gradient(
+def _has_one_reader(
     lhs, lhs_scale, rhs, rhs_scale, *accum, is_1d1d: bool, is_2d1d: bool, **params: Any
 ) -> bool:
     return (is_1d1d or is_2d1d) and not accum
@@ -290,7 +290,7 @@ def _is_weight_gradient(
 gemm_p = define_primitive(
     "jax_fp8gemm_gemm",
     _shape_rule,
-    Forms(folded(reference), folded(ffi_call), folded(multiply), _is_weight_gradient),
+    Forms(folded(reference), folded(ffi_call), folded(multiply), _has_one_reader),
     batch_rule=_batch_rule,
     mesh_rules=MeshRules(_partition_rule, _run_shard, ("reduce_dtype",)),
 )

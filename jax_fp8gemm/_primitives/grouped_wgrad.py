@@ -210,13 +210,13 @@ def _run_shard(run, *operands, shards: Shards, **params):
     return run(*map(from_first, columns), sizes, *operands[5:], **params)
 
 
-def _is_new(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, **params: Any) -> bool:
+def _has_one_reader(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, **params: Any) -> bool:
     return not accum
 
 
 grouped_wgrad_p = define_primitive(
     "jax_fp8gemm_grouped_wgrad",
     _shape_rule,
-    Forms(_reference, _ffi_call, _emulation, _is_new),
+    Forms(_reference, _ffi_call, _emulation, _has_one_reader),
     mesh_rules=MeshRules(_partition_rule, _run_shard),
 )

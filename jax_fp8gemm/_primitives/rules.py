@@ -40,14 +40,14 @@ class Forms(NamedTuple):
       reference: in plain JAX.
       ffi_call: the kernel, by jax.ffi.ffi_call.
       emulation: in plain JAX, with the bits of the kernel. None: the reference has them.
-      is_weight_gradient: (*operands, **params) -> whether the results are new arrays that one op
-        reads, as weight gradients are.
+      has_one_reader: (*operands, **params) -> whether the results are new arrays that one op reads,
+        as weight gradients are.
     """
 
     reference: Callable[..., Arrays]
     ffi_call: Callable[..., Arrays]
     emulation: Callable[..., Arrays] | None = None
-    is_weight_gradient: Callable[..., bool] = lambda *operands, **params: False
+    has_one_reader: Callable[..., bool] = lambda *operands, **params: False
 
 
 class MeshRules(NamedTuple):
@@ -105,7 +105,7 @@ class Rules:
 
     def _call(self, has_barrier: Callable[[Any], bool], operands, params) -> Arrays:
         results = self.forms.ffi_call(*operands, **params)
-        if self.forms.is_weight_gradient(*operands, **params):
+        if self.forms.has_one_reader(*operands, **params):
             return results
         return [lax.optimization_barrier(x) if has_barrier(x) else x for x in results]
 

@@ -48,9 +48,10 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
 
     By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same
     bits, and quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast
-    here, and gradients have that dtype. Modules of Flax itself stay as they are. So does an Einsum
-    whose result is transposed, where the kernel may not be the rhs of the product. Modules that
-    nnx.vmap has stacked along dimension 0, for nnx.scan, are quantised as a stack::
+    here, and gradients have that dtype. Modules that nnx.vmap has stacked along dimension 0, for
+    nnx.scan, are quantised as a stack. Modules of Flax itself stay as they are. So does an Einsum
+    whose result is transposed, where the kernel may not be the rhs of the product. Once for all
+    micro-batches::
 
         def gradients(params, batches):  # of a model = nnx.merge(graph, params)
             model = nnx.merge(graph, params)
