@@ -39,7 +39,7 @@ from jax_fp8gemm._ops.product_spec import (
 )
 from jax_fp8gemm._ops.residuals import name_residual, read_residuals
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import kept_and_transposed, transposed, without_gradient
+from jax_fp8gemm._ops.weights import kept_and_transposed, refusing_gradients, transposed
 from jax_fp8gemm._primitives.gemm import gemm
 from jax_fp8gemm._primitives.quantize import quantize_rows, rows_and_columns
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
@@ -98,7 +98,7 @@ def product(
         assert isinstance(rhs, jax.Array)
         return exact_product(spec, *match_varying(lhs, rhs), out_spec)
     spec = with_shardings(spec, lhs, rhs, out_spec)
-    operands = match_varying(lhs, without_gradient("matmul", "rhs", rhs))
+    operands = match_varying(refusing_gradients("matmul", dict(rhs=rhs), lhs), rhs)
     return reverse_mode("matmul", partial(_product, spec), *operands)
 
 

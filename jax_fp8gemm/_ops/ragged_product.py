@@ -39,7 +39,12 @@ from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
 from jax_fp8gemm._ops.residuals import name_residual, read_residuals
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import both_ways, kept_and_transposed, transposed, without_gradient
+from jax_fp8gemm._ops.weights import (
+    both_ways,
+    kept_and_transposed,
+    refusing_gradients,
+    transposed,
+)
 from jax_fp8gemm._primitives.quantize_ragged import ragged_columns, rows_and_ragged_columns
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
@@ -52,7 +57,7 @@ _KeptRows: TypeAlias = tuple[ScaledArray, ScaledArray, jax.Array]
 @jax.named_scope("fp8gemm_ragged_dot")
 def ragged_product(spec: ProductSpec, lhs: jax.Array, rhs: Weights, groups: Groups) -> jax.Array:
     """Returns out[rows] = lhs[rows] . rhs[i] in FP8, (m, n)."""
-    rhs = without_gradient("ragged_dot", "rhs", rhs)
+    lhs = refusing_gradients("ragged_dot", dict(rhs=rhs), lhs)
     operands = match_varying(lhs, rhs, groups)
     return reverse_mode("ragged_dot", partial(_product, spec), *operands)
 

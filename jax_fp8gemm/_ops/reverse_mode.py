@@ -16,13 +16,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_fp8gemm._data import formats
+from jax_fp8gemm._data.scaled_array import ScaledArray
 
 
 def reverse_mode(op: str, function: Callable[..., Any], *operands: Any) -> Any:
     """Calls `function`, a jax.custom_vjp. Other derivatives raise errors that name `op`.
 
-    NOTE: `function` must keep none of its operands for the backward pass. If a function is jitted
-    and its gradient is not, a marked operand that is kept would be a copy.
+    NOTE: of its operands `function` must keep none for the backward pass but ScaledArrays, which
+    are not marked. If a function is jitted and its gradient is not, a marked operand that is kept
+    would be a copy.
     """
     return transposable_by_none(op, function(*_mark(op, operands)))
 
@@ -33,8 +35,11 @@ def transposable_by_none(op: str, out: Any) -> Any:
 
 
 def _mark(op: str, tree: Any) -> Any:
-    is_marked = lambda x: any(x.dtype == dtype for dtype in formats.FLOAT_DTYPES)
-    return jax.tree.map(lambda x: _marker.bind(x, op=op) if is_marked(x) else x, tree)
+    # What is quantised already is kept for the backward pass as it is.
+    is_kept = lambda x: isinstance(x, ScaledArray)
+    is_marked = lambda x: not is_kept(x) and x.dtype in formats.FLOAT_DTYPES
+    mark = lambda x: _marker.bind(x, op=op) if is_marked(x) else x
+    return jax.tree.map(mark, tree, is_leaf=is_kept)
 
 
 def _jvp(primals, tangents, *, op: str):
@@ -76,9 +81,13 @@ mlir.register_lowering(_tangent, _raise_forward)
 ad.deflinear2(_tangent, lambda cotangent, x, *, op: [cotangent])
 
 
-def undifferentiable(x: jax.Array, message: str) -> jax.Array:
-    """Returns `x`. Differentiating it raises TypeError(message)."""
-    return _undifferentiable_p.bind(x, message=message, error=TypeError)
+def refusing(x: jax.Array, tree: Any, message: str) -> jax.Array:
+    """Returns `x`. Differentiating an array of `tree` then raises TypeError(message).
+
+    The arrays of `tree` stay what they are. A scan over layers would take what another operation
+    returns for a new array, and stack it where a backward pass reads it.
+    """
+    return _refusing_p.bind(x, *jax.tree.leaves(tree), message=message)
 
 
 def only_once(op: str, *operands: Any) -> Any:
@@ -94,6 +103,23 @@ def only_once(op: str, *operands: Any) -> Any:
 def _raise_undifferentiable(primals, tangents, *, message, error):
     raise error(message)
 
+
+def _refusing_jvp(primals, tangents, *, message):
+    (x, *arrays), (tangent, *of_arrays) = primals, tangents
+    if not all(isinstance(t, ad.Zero) for t in of_arrays):
+        raise TypeError(message)
+    return _refusing_p.bind(x, *arrays, message=message), tangent
+
+
+_refusing_p = Primitive("refusing")
+_refusing_p.def_abstract_eval(lambda x, *arrays, **how: x)
+_refusing_p.def_impl(lambda x, *arrays, **how: x)
+mlir.register_lowering(_refusing_p, lambda ctx, x, *arrays, **how: [x])
+batching.primitive_batchers[_refusing_p] = lambda operands, dims, **how: (
+    _refusing_p.bind(*operands, **how),
+    dims[0],
+)
+ad.primitive_jvps[_refusing_p] = _refusing_jvp
 
 _undifferentiable_p = Primitive("undifferentiable")
 _undifferentiable_p.def_abstract_eval(lambda x, **how: x)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
@@ -20,7 +19,7 @@ from jax_fp8gemm._data.scaled_array import (
     without_twin,
 )
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
-from jax_fp8gemm._ops.reverse_mode import undifferentiable
+from jax_fp8gemm._ops.reverse_mode import refusing
 from jax_fp8gemm._primitives.quantize import quantize_in_mode, quantize_transposed
 from jax_fp8gemm._sharding.explicit_axes import fold
 
@@ -88,15 +87,17 @@ def unquantised(w: jax.Array | QuantizedWeight) -> jax.Array:
     return w.weight if isinstance(w, QuantizedWeight) else w
 
 
-def without_gradient(op: str, name: str, w: Weights) -> Weights:
-    """Returns `w`. A ScaledArray then raises TypeError where it is differentiated."""
-    if not isinstance(w, ScaledArray):
-        return w
-    message = (
-        f"{op}: a ScaledArray {name} has no gradient; got one among the differentiated arguments. "
-        f"Differentiate with respect to the unquantised {name}, or apply jax.lax.stop_gradient."
-    )
-    return jax.tree.map(lambda leaf: undifferentiable(jnp.asarray(leaf), message), w)
+def refusing_gradients(op: str, weights: Mapping[str, Weights], x: jax.Array) -> jax.Array:
+    """Returns `x`. A ScaledArray among the weights, by name, raises TypeError if differentiated."""
+    for name, w in weights.items():
+        if isinstance(w, ScaledArray):
+            message = (
+                f"{op}: a ScaledArray {name} has no gradient; got one among the differentiated "
+                f"arguments. Differentiate with respect to the unquantised {name}, or apply "
+                "jax.lax.stop_gradient."
+            )
+            x = refusing(x, w, message)
+    return x
 
 
 def transposed(spec: ProductSpec, w: Weights) -> ScaledArray:

@@ -21,12 +21,12 @@ from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import check_weights
+from jax_fp8gemm._ops.weights import check_weights, refusing_gradients
 from jax_fp8gemm._sharding.manual_axes import match_varying, settle
 from jax_fp8gemm.moe._fused_mlp import fused_mlp
 from jax_fp8gemm.moe._mlp import moe_mlp
 from jax_fp8gemm.moe._mlp_specs import make_specs, with_operand_shardings
-from jax_fp8gemm.moe._operands import MlpOperands, without_gradients
+from jax_fp8gemm.moe._operands import MlpOperands
 from jax_fp8gemm.moe._pieces import check_pieces
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def gated_mlp(
         )
         return out.reshape(x.shape)
     specs = make_specs(op, rows, w_gate_up, w_down, recipe, implementation, activation, pieces)
-    w_gate_up, w_down = without_gradients(op, w_gate_up, w_down)
+    rows = refusing_gradients(op, dict(w_gate_up=w_gate_up, w_down=w_down), rows)
     operands = rows, w_gate_up, w_down
     settled = jax.tree.map(lambda w: settle(op, jnp.asarray(w)), operands)
     rows, w_gate_up, w_down = match_varying(*settled)

@@ -18,6 +18,7 @@ from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
 from jax_fp8gemm._ops.residuals import name_residual, read_residuals
+from jax_fp8gemm._ops.weights import refusing_gradients
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
@@ -30,7 +31,7 @@ from jax_fp8gemm.moe._mlp_specs import (
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import Operands, without_gradients
+from jax_fp8gemm.moe._operands import Operands
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._permute import permute, unpermute
 from jax_fp8gemm.moe._row_sums import dots_of_rows, sum_of_rows
@@ -72,11 +73,12 @@ def _unfused_layer(options: LayerOptions, operands: Operands, max_rows: int | No
 
 def _settled(operands: Operands) -> Operands:
     """Returns the operands with types over mesh axes that `_layer` can take."""
-    w_gate_up, w_down = without_gradients(OP, operands.w_gate_up, operands.w_down)
+    x, indices, weights, w_gate_up, w_down, biases = operands
+    x = refusing_gradients(OP, dict(w_gate_up=w_gate_up, w_down=w_down), jnp.asarray(x))
     whole = lambda x: replicate(OP, jnp.asarray(x))
-    x, indices, weights = map(whole, (operands.x, operands.indices, operands.weights))
+    x, indices, weights = map(whole, (x, indices, weights))
     settled = lambda tree: jax.tree.map(lambda w: settle(OP, jnp.asarray(w)), tree)
-    w_gate_up, w_down, biases = map(settled, (w_gate_up, w_down, operands.biases))
+    w_gate_up, w_down, biases = map(settled, (w_gate_up, w_down, biases))
     return Operands(*match_varying(x, indices, weights, w_gate_up, w_down, biases))
 
 

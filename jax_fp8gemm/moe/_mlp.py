@@ -26,7 +26,7 @@ from jax_fp8gemm._ops.product_spec import (
 )
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
-from jax_fp8gemm._ops.weights import unquantised
+from jax_fp8gemm._ops.weights import refusing_gradients, unquantised
 from jax_fp8gemm._primitives.gated import activate, halves
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
@@ -39,7 +39,7 @@ from jax_fp8gemm.moe._mlp_specs import (
     make_specs,
     with_operand_shardings,
 )
-from jax_fp8gemm.moe._operands import MlpOperands, without_gradients
+from jax_fp8gemm.moe._operands import MlpOperands
 from jax_fp8gemm.moe._pieces import check_pieces
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def moe_mlp(
     pieces = check_pieces(_OP, "w_gate_up", w_gate_up, gate_up_pieces)
     recipe = check_recipe(_OP, recipe)
     specs = make_specs(_OP, x, w_gate_up, w_down, recipe, implementation, activation, pieces)
-    w_gate_up, w_down = without_gradients(_OP, w_gate_up, w_down)
+    x = refusing_gradients(_OP, dict(w_gate_up=w_gate_up, w_down=w_down), jnp.asarray(x))
     operands = (x, w_gate_up, w_down, both)
     x, w_gate_up, w_down, both = jax.tree.map(lambda w: settle(_OP, jnp.asarray(w)), operands)
     groups = _groups.Groups.of_sizes(replicate(_OP, _groups.sizes_as_int32(group_sizes)))

@@ -8,7 +8,6 @@ import jax
 
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._ops.product_spec import Weights as Weights
-from jax_fp8gemm._ops.weights import without_gradient
 from jax_fp8gemm.moe._biases import Biases
 
 # Logits (m, num_experts), or the indices and the weights of choices made elsewhere.
@@ -72,11 +71,3 @@ class Operands(NamedTuple):
     w_gate_up: Weights
     w_down: Weights
     biases: Biases | None
-
-
-def without_gradients(op: str, w_gate_up: Weights, w_down: Weights) -> tuple[Weights, Weights]:
-    """Returns the weights; a ScaledArray among them raises TypeError if it is differentiated."""
-    return (
-        without_gradient(op, "w_gate_up", w_gate_up),
-        without_gradient(op, "w_down", w_down),
-    )

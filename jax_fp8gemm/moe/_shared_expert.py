@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
 from jax_fp8gemm._ops.kept_rounding import add_rounded
-from jax_fp8gemm._ops.weights import without_gradient
+from jax_fp8gemm._ops.weights import refusing_gradients
 from jax_fp8gemm.moe._gated_mlp import check_gated_mlp, gated_mlp
 from jax_fp8gemm.moe._operands import Weights
 from jax_fp8gemm.moe._options import OP, LayerOptions
@@ -39,7 +39,8 @@ def add_shared_expert(
 ) -> jax.Array:
     """Returns `out` (m, d) plus what the shared expert makes of the tokens x (m, d)."""
     sharding = jax.typeof(out).sharding
-    experts = [without_gradient(OP, *pair) for pair in zip(_NAMES, weights, strict=True)]
+    x = refusing_gradients(OP, dict(zip(_NAMES, weights, strict=True)), x)
+    experts = list(weights)
     if sharding.mesh.explicit_axes:
         whole = sharding.update(spec=PartitionSpec())
         x = jax.sharding.reshard(x, sharding)

@@ -18,7 +18,7 @@ from matmul_cases import random
 from meshes import mesh
 
 from jax_fp8gemm import BF16, matmul, quantize, ragged_dot, scaled_matmul
-from jax_fp8gemm.moe import moe_layer, moe_mlp
+from jax_fp8gemm.moe import gated_mlp, moe_layer, moe_mlp
 
 M, K, N, G = 40, 300, 136, 3
 SIZES = jnp.asarray((15, 0, 20), jnp.int32)
@@ -107,6 +107,29 @@ def test_the_backward_pass_keeps_weights_as_they_are_stored():
     _, pullback = jax.vjp(lambda lhs: matmul(lhs, w), lhs)
     kept = [x for x in jax.tree.leaves(pullback) if getattr(x, "dtype", None) == w.dtype]
     assert [x.shape for x in kept] == [(N, K)]
+
+
+# Layers of rows (M, K), with these weights.
+LAYERS = {
+    "matmul": (matmul, [random(K, K, seed=1)]),
+    "ragged_dot": (partial(ragged_dot, group_sizes=SIZES), [random(G, K, K, seed=1)]),
+    "gated_mlp": (gated_mlp, [random(K, 2 * N, seed=1), random(N, K, seed=2)]),
+    **{name: FUNCTIONS[name] for name in ("moe_mlp", "moe_layer")},
+}
+
+
+@stored
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_a_scan_keep_no_copy_of_them(name, with_transpose):
+    """A model whose weights are frozen in FP8 needs the memory of one such model."""
+    layer, layer_weights = LAYERS[name]
+    stacked = quantised([jnp.stack([w] * 2) for w in layer_weights], with_transpose)
+    model = lambda x, w: jax.lax.scan(lambda x, w: (layer(x, *w), None), x, w)[0].sum()
+    jaxpr = jax.make_jaxpr(jax.grad(model))(random(M, K), stacked).jaxpr
+    forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    kept = {x.aval.dtype for x in forward.outvars}
+    assert jnp.dtype(jnp.float32) in kept  # results, which tell that the scan is the right one
+    assert not kept & {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint32)}
 
 
 def test_weights_of_a_model_at_one_byte():

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jax_fp8gemm._ops.weights import refusing_gradients
 from jax_fp8gemm._sharding.manual_axes import match_varying
-from jax_fp8gemm.moe._operands import Inputs, Operands, without_gradients
+from jax_fp8gemm.moe._operands import Inputs, Operands
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import Name, NamePair
 from jax_fp8gemm.moe._parallel.expert_spec import expert_spec, part_exchanges
@@ -37,7 +38,7 @@ def expert_parallel(
     indices, weights, load = options.choose(router, bias, num_experts)
     if x.size == 0:
         return jnp.zeros_like(x), load
-    w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
+    x = refusing_gradients(OP, dict(w_gate_up=w_gate_up, w_down=w_down), x)
     # Each device has tokens of its own, even if the operands do not vary. Its number does.
     me = lax.axis_index(axes)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
@@ -110,7 +111,7 @@ def _on_mesh(
 
         return layout.map(run, specs, (layout.tokens, PartitionSpec()))(*inputs)
     x, router, w_gate_up, w_down, biases, bias = inputs
-    w_gate_up, w_down = without_gradients(OP, w_gate_up, w_down)
+    x = refusing_gradients(OP, dict(w_gate_up=w_gate_up, w_down=w_down), x)
     num_experts = w_gate_up.shape[0]
 
     def choose(router, bias):
