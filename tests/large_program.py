@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_fp8gemm as jf
+from jax_fp8gemm._primitives.sum_rows import sum_rows
 from jax_fp8gemm.moe import moe_mlp
 
 ROWS, K = 2344 * 128, 7168
@@ -102,7 +103,16 @@ def layer() -> Iterator[tuple[Any, Any]]:
     yield whole, run(x[-TAIL:], up[1:], down[1:], jnp.array([TAIL], jnp.int32))
 
 
-CASES = {f.__name__: f for f in (quantisation, products, weight_gradients, experts, layer)}
+def sums_of_wide_rows() -> Iterator[tuple[Any, Any]]:
+    """A row of 2^31 bytes, twice, by sum_rows."""
+    tail = jax.random.normal(jax.random.key(0), (1, TAIL))
+    places, weights = jnp.zeros((2, 1), jnp.int32), jnp.array([[1.0], [2.0]])
+    run = functools.partial(sum_rows, places=places, weights=weights, **HOW)
+    yield run(jnp.tile(tail, 2**29 // TAIL)), run(tail)
+
+
+FUNCTIONS = quantisation, products, weight_gradients, experts, layer, sums_of_wide_rows
+CASES = {f.__name__: f for f in FUNCTIONS}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ struct alignas(64) TensorMap {
 };
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+int ceil_div(int64_t a, int64_t b) = delete;  // would be cut to 32 bits
 
 __device__ __forceinline__ uint32_t smem_address(const void* ptr) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));

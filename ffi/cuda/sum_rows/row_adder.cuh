@@ -44,7 +44,7 @@ struct RowAdder {
 
   // unit: the number of a piece, through all rows of sums.
   __device__ __forceinline__ void run(unsigned unit) const {
-    const unsigned num_pieces = ceil_div(row_bytes(), kPieceBytes);
+    const auto num_pieces = unsigned((row_bytes() + kPieceBytes - 1) / kPieceBytes);  // <= 2^21
     const unsigned row = unit / num_pieces;
     if (row >= unsigned(params.num_sums)) return;
     const int64_t first = int64_t(unit % num_pieces) * kPieceBytes;
