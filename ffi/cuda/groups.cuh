@@ -68,17 +68,19 @@ struct GroupScan {
 // Returns the row behind the last group, in all lanes of a warp. The groups follow each other.
 __device__ __forceinline__ int end_of_groups(const int* group_sizes, int first_row, int groups,
                                              int m) {
-  // Sums are clamped to m <= 2^30 at each step, so that none overflows.
-  int rows = 0;
+  // Sums are clamped to m <= 2^30 at each step. One of two such numbers is 2^31 at most, so they are
+  // unsigned.
+  const unsigned most = m;
+  unsigned rows = 0;
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < groups; i += 32) {
-    rows = min(rows + min(max(__ldg(group_sizes + i), 0), m), m);
+    rows = min(rows + min(unsigned(max(__ldg(group_sizes + i), 0)), most), most);
   }
 #pragma unroll
   for (int distance = 16; distance >= 1; distance /= 2) {
-    rows = min(rows + __shfl_xor_sync(0xffffffff, rows, distance), m);
+    rows = min(rows + __shfl_xor_sync(0xffffffff, rows, distance), most);
   }
-  return min(min(max(first_row, 0), m) + rows, m);
+  return int(min(min(unsigned(max(first_row, 0)), most) + rows, most));
 }
 
 struct Span {
