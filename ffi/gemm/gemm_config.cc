@@ -164,6 +164,10 @@ const char* BrokenRule(const GemmConfig& c) {
       {c.num_slabs < 2 || c.num_slabs >= num_slabs_stored ||
            num_slabs_stored % (c.num_slabs / 2) == 0,
        "num_slabs / 2 must divide the slabs of a consumer's part of the tile"},
+      // Tile::kExchanges: up to 96 rows of 64 columns are staged at a time.
+      {grouping != Grouping::kRows || c.out_f32 || c.gated || c.num_consumers != 2 ||
+           c.num_accums != 1 || c.block_m != 128 || c.block_n != 256 || c.num_slabs >= 2,
+       "groups of rows with bf16, 128x256, 2 consumers and num_accums 1 need 2 slabs or more"},
       {DynamicSmemBytes(c) <= kMaxSmemBytes, "shared memory must be at most 232448 bytes"},
   };
   for (const auto& rule : rules) {

@@ -91,6 +91,7 @@ def test_without_a_disk_cache_memory_goes_on(cache_dir):
         ((128, 76, 76, 2, 1, 3, 0), {}, "block_n must be a multiple of sub_n, and sub_n 8, 16"),
         ((192, 160, 8, 1, 1, 3, 5), dict(out_f32=True), "num_slabs / 2 must divide the slabs"),
         ((256, 64, 64, 2, 1, 3, 0), dict(grouping=1), "groups of rows must have block_m below 256"),
+        ((128, 256, 128, 2, 1, 3, 1), dict(grouping=1), "groups of rows .* need 2 slabs or more"),
         (
             (64, 64, 64, 1, 1, 3, 0),
             dict(grouping=1, out_f32=True, accumulate=True),
