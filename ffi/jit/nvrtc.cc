@@ -80,6 +80,7 @@ std::unique_ptr<Nvrtc> Open(const std::string& path, std::string* fault) {
     return nullptr;
   }
   nvrtc->path = LoadedPath(reinterpret_cast<void*>(nvrtc->nvrtcVersion), path);
+  nvrtc->fingerprint = NvrtcFingerprint(nvrtc->path);
   return nvrtc;
 }
 

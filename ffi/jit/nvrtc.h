@@ -17,6 +17,7 @@ typedef struct _nvrtcProgram* nvrtcProgram;
 
 struct Nvrtc {
   std::string path;
+  std::string fingerprint;  // of the file, when it was opened: an update may put another there
   int major = 0;
   int minor = 0;
   const char* (*nvrtcGetErrorString)(nvrtcResult result);

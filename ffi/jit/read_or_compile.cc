@@ -33,11 +33,10 @@ const Headers& GetHeaders(JitSetup& setup) {
   return setup.headers;
 }
 
-// Everything that the cubin depends on. `nvrtc_path` stands for the compiler; "" if it cannot be
-// read: no entry is then known to be that compiler's.
+// Everything that the cubin depends on. `fingerprint` stands for the compiler. Returns "" if that is
+// "": no entry is then known to be that compiler's.
 std::string CacheKey(const KernelSource& source, const Headers& headers,
-                     const std::string& nvrtc_path) {
-  const std::string fingerprint = NvrtcFingerprint(nvrtc_path);
+                     const std::string& fingerprint) {
   if (fingerprint.empty()) return "";
   Hasher hasher;
   hasher.Update(fingerprint);
@@ -65,8 +64,8 @@ ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup)
   const auto start = std::chrono::steady_clock::now();
   const JitOptions& options = setup.options;
   const Headers& headers = GetHeaders(setup);
-  auto read = [&](const std::string& nvrtc_path) -> std::optional<Cubin> {
-    const std::string key = CacheKey(source, headers, nvrtc_path);
+  auto read = [&](const std::string& fingerprint) -> std::optional<Cubin> {
+    const std::string key = CacheKey(source, headers, fingerprint);
     if (options.cache_dir.empty() || key.empty()) return std::nullopt;
     std::string fault;
     std::optional<Cubin> cubin =
@@ -80,17 +79,17 @@ ffi::ErrorOr<Cubin> FromDiskOrNvrtc(const KernelSource& source, JitSetup& setup)
   };
 
   // Without opening NVRTC, if its file is known: a hit costs the reading of a few small files.
-  const std::string nvrtc_file = FirstNvrtcFile(options.nvrtc_paths);
-  if (std::optional<Cubin> cubin = read(nvrtc_file)) return *std::move(cubin);
+  const std::string on_disk = NvrtcFingerprint(FirstNvrtcFile(options.nvrtc_paths));
+  if (std::optional<Cubin> cubin = read(on_disk)) return *std::move(cubin);
   FFI_ASSIGN_OR_RETURN(const Nvrtc* nvrtc, OpenNvrtc(options.nvrtc_paths));
-  if (nvrtc->path != nvrtc_file) {
-    if (std::optional<Cubin> cubin = read(nvrtc->path)) return *std::move(cubin);
+  if (nvrtc->fingerprint != on_disk) {
+    if (std::optional<Cubin> cubin = read(nvrtc->fingerprint)) return *std::move(cubin);
   }
   FFI_ASSIGN_OR_RETURN(Cubin cubin, CompileCubin(*nvrtc, source, headers));
   ReportKernel(options, cubin,
                StrCat("compiled by NVRTC ", nvrtc->major, ".", nvrtc->minor).c_str(),
                cubin.seconds);
-  const std::string key = CacheKey(source, headers, nvrtc->path);
+  const std::string key = CacheKey(source, headers, nvrtc->fingerprint);
   if (!options.cache_dir.empty() && !key.empty()) {
     const std::string fault =
         WriteEntry(EntryPath(options.cache_dir, source.name, key), key, cubin);
