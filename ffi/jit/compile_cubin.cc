@@ -45,18 +45,19 @@ struct Program {
   nvrtcProgram handle = nullptr;
 };
 
+// Never destroyed: threads may compile until the process ends. Made when the library is loaded: the
+// guard of a local static could be taken by another thread at a fork.
+const std::vector<std::string>& options_of_process = *new std::vector<std::string>{
+    "-std=c++20",  // designated initialisers
+    // SASS, not PTX: an older driver refuses a newer PTX version.
+    StrCat("--gpu-architecture=", kArchitecture),
+    "-default-device",     // functions need no __device__
+    "--ptxas-options=-v",  // registers and spills in the program log
+};
+
 }  // namespace
 
-const std::vector<std::string>& NvrtcOptions() {
-  static const std::vector<std::string>& options = *new std::vector<std::string>{
-      "-std=c++20",  // designated initialisers
-      // SASS, not PTX: an older driver refuses a newer PTX version.
-      StrCat("--gpu-architecture=", kArchitecture),
-      "-default-device",     // functions need no __device__
-      "--ptxas-options=-v",  // registers and spills in the program log
-  };
-  return options;
-}
+const std::vector<std::string>& NvrtcOptions() { return options_of_process; }
 
 ffi::ErrorOr<Cubin> CompileCubin(const Nvrtc& nvrtc, const KernelSource& source,
                                  const Headers& headers) {
