@@ -4,7 +4,7 @@
 // Operands, row-major:
 //   x (s, k)            e4m3fn or e5m2
 //   x_scale (s, k/128)  f32
-//   places (s, c)       s32 of any values
+//   places (s, c)       s32 of any values, but no two of them name the same row of the result
 // Results:
 //   values (m, k)       of the dtype of x, row-major
 //   scale (m, k/128)    f32, with its first dimension minor: [k/128][m] in memory
