@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 
@@ -12,7 +13,9 @@ def as_operand(values: jax.Array, scale: jax.Array) -> ScaledArray:
     return ScaledArray(values, scale, None, (128, 128)).T
 
 
-def as_stored(operand: ScaledArray) -> tuple[jax.Array, jax.Array]:
+def as_stored(
+    operand: ScaledArray,
+) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
     """Returns the values (..., n, k) and the scale that a file holds of `operand` (..., k, n)."""
     stored = operand.T
     if stored.values is not None:

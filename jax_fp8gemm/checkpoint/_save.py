@@ -16,7 +16,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import SCALE_BLOCK, num_blocks, scale_shape
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm.checkpoint._checkpoint import Checkpoint, StoredScale
-from jax_fp8gemm.checkpoint._experts import published_names
+from jax_fp8gemm.checkpoint._experts import Names, published_names
 from jax_fp8gemm.checkpoint._orientation import as_stored
 from jax_fp8gemm.checkpoint._placement import to_host
 from jax_fp8gemm.checkpoint._stored import DTYPES, INDEX_NAME
@@ -77,7 +77,9 @@ def save(
         file = "model.safetensors"
         if len(files) > 1:
             file = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
-        save_file({o.name: o.fetch() for o in group}, folder / file, metadata=_METADATA)
+        # NOTE: safetensors writes an array's memory, in whatever order that is.
+        tensors = {o.name: np.require(o.fetch(), requirements="C") for o in group}
+        save_file(tensors, folder / file, metadata=_METADATA)
         weight_map |= {o.name: file for o in group}
     if len(files) > 1:
         total = sum(o.nbytes for o in outputs)
@@ -128,10 +130,27 @@ def _outputs(checkpoint: Checkpoint, name: str) -> Iterator[_Output]:
         yield from _quantised(checkpoint, name, tensor)
         return
     names = checkpoint.stacks.get(name) or published_names(name, tensor.shape[0])
+    _check_stack(name, tensor, names)
     for i, parts in enumerate(names):
         rows = tensor.shape[2] // len(parts)
         for j, part in enumerate(parts):
             yield from _quantised(checkpoint, part, tensor, i, slice(j * rows, (j + 1) * rows))
+
+
+def _check_stack(name: str, tensor: ScaledArray, names: Names) -> None:
+    """Raises ValueError unless each expert has names, and each of its parts whole scale blocks."""
+    num_experts, _, n = tensor.shape
+    num_parts = {len(row) for row in names}
+    is_whole = num_parts <= {1} or n % (max(num_parts) * SCALE_BLOCK) == 0
+    if len(names) == num_experts and len(num_parts) <= 1 and is_whole:
+        return
+    raise ValueError(
+        f"{_OP}: a stack must have an entry of Checkpoint.stacks for each expert, and gate and up "
+        f"must each have a multiple of {SCALE_BLOCK} columns, so that no scale block holds both; "
+        f"got {name} {checks.short_type(tensor)} with {len(names)} entries of "
+        f"{', '.join(map(str, sorted(num_parts)))} names. Split gate and up before they are "
+        "quantised, and save them by names of their own."
+    )
 
 
 def _quantised(

@@ -103,6 +103,46 @@ def test_changed_weights_keep_their_layout(tmp_path):
 SQUARE = quantize(jnp.ones((128, 128)), block=(128, 128))
 
 
+def test_arrays_of_numpy_in_any_order(tmp_path):
+    """A file holds what an array says, whatever its memory holds."""
+    w = np.arange(12, dtype=np.float32).reshape(3, 4)
+    square = quantize(jnp.arange(128 * 256.0).reshape(128, 256), block=(128, 128))
+    on_host = jax.device_get(square)
+    tensors = {
+        "turned": w.T,
+        "strided": w[:, ::2],
+        "a.weight": on_host,
+        "scalar": np.asarray(3, np.float32),
+    }
+    checkpoint.save(tmp_path / "x", checkpoint.Checkpoint(tensors))
+    checkpoint.save(tmp_path / "y", checkpoint.Checkpoint(tensors | {"a.weight": square}))
+    found = files.read(tmp_path / "x")
+    np.testing.assert_array_equal(found["turned"], w.T)
+    np.testing.assert_array_equal(found["strided"], w[:, ::2])
+    files.assert_same_tensors(found, files.read(tmp_path / "y"))
+
+
+EXPERTS = quantize(jnp.ones((2, 128, 512)), block=(128, 128))
+
+
+@pytest.mark.parametrize(
+    "experts, names, got",
+    [
+        # A scale block would hold the last columns of gate and the first of up.
+        (quantize(jnp.ones((2, 128, 384)), block=(128, 128)), {}, "2,128,384.* 2 entries of 2"),
+        (quantize(jnp.ones((2, 128, 129)), block=(128, 128)), {}, "2,128,129.* 2 entries of 2"),
+        (EXPERTS, (("gate", "up"),), "2,128,512.* 1 entries of 2"),
+        (EXPERTS, (("gate", "up"), ("all",)), "2,128,512.* 2 entries of 1, 2"),
+    ],
+)
+def test_stacks_whose_parts_do_not_fit(tmp_path, experts, names, got):
+    name = f"{LAYER}.experts.w_gate_up"
+    saved = checkpoint.Checkpoint({name: experts}, stacks={name: names} if names else {})
+    with pytest.raises(ValueError, match=f"so that no scale block holds both; got .*{got}"):
+        checkpoint.save(tmp_path / "x", saved)
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize(
     "tensors, error, message",
     [
