@@ -35,9 +35,10 @@ def scores(logits: jax.Array, scoring: Scoring, among: jax.Array | None = None) 
     if scoring == "softmax":
         among = logits if among is None else among
         return jnp.exp(logits - jax.nn.logsumexp(among, axis=-1, keepdims=True))
-    # The root of an underflow would have no derivative.
+    # The root of an underflow would have no derivative, nor would an exp that overflows.
     is_exp, other = _split(logits)
-    return jnp.where(is_exp, jnp.exp(logits / 2), jnp.sqrt(jax.nn.softplus(other)))
+    low = jnp.where(is_exp, logits, 0)
+    return jnp.where(is_exp, jnp.exp(low / 2), jnp.sqrt(jax.nn.softplus(other)))
 
 
 def normalized_scores(logits: jax.Array, scoring: Scoring) -> jax.Array:

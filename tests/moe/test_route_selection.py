@@ -135,6 +135,13 @@ def test_sqrtsoftplus_where_softplus_underflows(normalize):
     np.testing.assert_allclose(gradient[0, 1], expected[0, -3] / 2, rtol=1e-4)
 
 
+@pytest.mark.parametrize("logit", [177.0, 178.0, 1e4])
+def test_sqrtsoftplus_of_large_logits_has_a_derivative(logit):
+    weight = lambda x: route(x, 1, scoring="sqrtsoftplus", normalize=False)[1].sum()
+    gradient = jax.grad(weight)(jnp.asarray([[logit, 0.0]]))
+    np.testing.assert_allclose(gradient, [[0.5 / np.sqrt(logit), 0]], rtol=1e-5)
+
+
 @pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
 def test_scores_that_all_underflow_keep_their_ratio(scoring):
     logits = jnp.asarray([[-250.0, -251, -300]])
