@@ -75,8 +75,9 @@ def batch_rule(
     """Adds the dimension of jax.vmap to the operands, and binds gemm_p again.
 
     If lhs alone is batched, it gets one more dimension of rows. If rhs alone is, the new dimension
-    is folded into n. If both are, there is one more batch dimension. The elements run one after
-    another if accum alone is batched, or if a scale block of 128 rows would span two of them.
+    is folded into n, but not with split_k, where n decides in how many parts a product adds up k.
+    Otherwise there is one more batch dimension. The elements run one after another if accum alone
+    is batched, or if a scale block of 128 rows would span two of them.
     """
     lhs_batched = any(d is not None for d in dims[:2])
     rhs_batched = any(d is not None for d in dims[2:4])
@@ -88,7 +89,7 @@ def batch_rule(
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     params |= dict(num_k_dims=num_k_dims, is_1d1d=is_1d1d, is_2d1d=is_2d1d)
     is_batch = operands[2].ndim - (dims[2] is not None) > 1 + num_k_dims
-    if is_batch or (lhs_batched and rhs_batched):
+    if is_batch or (rhs_batched and (lhs_batched or params["split_k"])):
         return bind(*(front(i, size) for i in range(len(operands))), **params), [0]
     n = operands[2].shape[1 if dims[2] == 0 else 0]
     # The rows that a new dimension is folded into, and whether 128 of them share a scale.

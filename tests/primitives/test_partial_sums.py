@@ -71,6 +71,19 @@ def test_sums_of_an_array_and_of_rows_of_scales_keep_their_bits():
     reference.assert_same_bits(out, whole)
 
 
+@pytest.mark.parametrize("dims", [(None, 0), (0, 0)], ids=["rhs", "both"])
+def test_vmap_over_weights_changes_no_bit(dims):
+    """Nine weights of 128 columns have more columns together than a product in parts may have."""
+    lhs, rhs = _operands(2, 9 * 128, 3584)
+    weights = jax.tree.map(lambda x: x.reshape(9, -1, x.shape[1]), rhs)
+    run = lambda lhs, rhs: jf.scaled_matmul(lhs, rhs, split_k=True, implementation="emulate")
+    rows = jax.tree.map(lambda x: jnp.stack([x] * 9), lhs) if dims[0] == 0 else lhs
+    found = jax.vmap(run, in_axes=dims)(rows, weights)
+    for i in range(9):
+        alone = run(lhs, jax.tree.map(lambda x, i=i: x[i], weights))
+        reference.assert_same_bits(found[i], alone)
+
+
 def test_no_other_row_changes_a_row():
     lhs, rhs = _operands(64, 40, 3600)
     whole = _multiply(lhs, rhs, split_k=True)
