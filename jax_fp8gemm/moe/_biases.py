@@ -109,6 +109,8 @@ def sum_of_groups(x: jax.Array, groups: Groups) -> jax.Array:
 
 def _sum_of_groups(x: jax.Array, sizes: jax.Array, first_row: jax.Array) -> jax.Array:
     m, n = x.shape
+    if x.size == 0:
+        return jnp.zeros((sizes.size, n), jnp.float32)
     # Ragged columns: every group starts at a multiple of 128.
     rows = rows_of_columns(sizes, first_row, m)
     blocks = x.astype(jnp.float32).at[rows].get(mode="fill", fill_value=0)

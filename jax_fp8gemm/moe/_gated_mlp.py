@@ -5,12 +5,14 @@ _mlp_products.py says what is computed, and in which format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.activation import Activation, check_activation
@@ -22,6 +24,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import check_weights, refusing_gradients
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshape, reshard
 from jax_fp8gemm._sharding.manual_axes import match_varying, settle
 from jax_fp8gemm.moe._fused_mlp import fused_mlp
 from jax_fp8gemm.moe._mlp import moe_mlp
@@ -74,7 +77,7 @@ def gated_mlp(
     pieces = check_pieces(op, "w_gate_up", w_gate_up, gate_up_pieces)
     recipe = check_recipe(op, recipe)
     x = jnp.asarray(x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if not recipe.is_fused:
         out = _mlp_of_one_group(
             rows,
@@ -85,7 +88,7 @@ def gated_mlp(
             recipe=recipe,
             implementation=implementation,
         )
-        return out.reshape(x.shape)
+        return _like(out, x)
     specs = make_specs(op, rows, w_gate_up, w_down, recipe, implementation, activation, pieces)
     rows = refusing_gradients(op, dict(w_gate_up=w_gate_up, w_down=w_down), rows)
     operands = rows, w_gate_up, w_down
@@ -94,7 +97,15 @@ def gated_mlp(
     specs = with_operand_shardings(specs, rows, w_gate_up, w_down)
     operands = MlpOperands(rows, w_gate_up, w_down, biases=None, groups=None)
     out = reverse_mode(op, partial(fused_mlp, specs), operands)
-    return out.reshape(x.shape)
+    return _like(out, x)
+
+
+def _like(out: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the rows `out` in the shape of `x`, and cut as `x` is by Explicit mesh axes."""
+    spec = None
+    if explicit_mesh(x) is not None:
+        spec = PartitionSpec(*jax.typeof(x).sharding.spec.partitions)
+    return reshard(reshape(out, x.shape), spec)
 
 
 def _mlp_of_one_group(rows: jax.Array, w_gate_up: Any, w_down: Any, **how: Any) -> jax.Array:

@@ -82,6 +82,19 @@ def test_any_group_sizes(sizes):
     np.testing.assert_allclose(found[5], truth(operands, sizes)[5], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("m, d, f", [(0, 128, 128), (3, 0, 128), (3, 128, 0)])
+@RECIPES
+def test_sizes_of_zero(recipe, m, d, f):
+    x, dout = jnp.ones((m, d)), jnp.ones((m, d))
+    weights = jnp.ones((2, d, 2 * f)), jnp.ones((2, f, d))
+    operands = x, *weights, dout, *biases_of(2, f, d)
+    out, dx, *gradients, db_down = run(*operands, jnp.asarray((m, 0)), recipe)
+    assert out.shape == dx.shape == x.shape
+    for gradient, w in zip(gradients, (*weights, operands[4]), strict=True):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(w))
+    np.testing.assert_array_equal(db_down, np.outer([m, 0], np.ones(d)))
+
+
 @pytest.mark.parametrize("recipe", [DEEPSEEK_V3, BF16, Recipe(wgrad="bf16")], ids=str)
 def test_biases_of_zero_change_no_bit(recipe):
     zeros = [jnp.zeros_like(b) for b in biases_of()]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 from moe_cases import F, assert_mlp, problem, truth
 
-from jax_fp8gemm import DEEPSEEK_V3, Recipe, quantize, quantize_weight
+from jax_fp8gemm import BF16, DEEPSEEK_V3, Recipe, quantize, quantize_weight
 from jax_fp8gemm.moe import gated_mlp
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -70,6 +70,10 @@ def test_no_tokens():
     found = vjp(*operands_of(0))
     assert [x.shape for x in found] == [(0, 256), (0, 256), (256, 2 * F), (F, 256)]
     assert not any(x.any() for x in found)
+
+
+def test_no_features():
+    assert gated_mlp(jnp.ones((3, 2, 0)), jnp.ones((0, 256)), jnp.ones((128, 0))).shape == (3, 2, 0)
 
 
 @pytest.mark.parametrize("kind", [quantize_weight, functools.partial(quantize, block=(128, 128))])
@@ -129,6 +133,21 @@ def test_few_tokens_on_a_mesh(axis_type):
     put = lambda y, *spec: jax.device_put(y, NamedSharding(on_mesh, P(*spec)))
     operands = put(x), put(w_gate_up, "x"), put(w_down, "x")
     assert reference.calc_diff(jax.jit(gated_mlp)(*operands), expected) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", [DEEPSEEK_V3, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", "y"), P("y")], ids=str)
+def test_leading_dimensions_stay_cut_by_explicit_axes(spec, recipe):
+    x, w_gate_up, w_down, dout = operands_of(512)
+    x, dout = (y.reshape(4, 128, -1) for y in (x, dout))
+    run = jax.jit(functools.partial(vjp, recipe=recipe))
+    expected = run(x, w_gate_up, w_down, dout)
+    on_mesh = mesh(EXPLICIT, EXPLICIT, shape=(2, 2))
+    put = lambda y, spec: jax.device_put(y, NamedSharding(on_mesh, spec))
+    found = run(put(x, spec), put(w_gate_up, P()), put(w_down, P()), put(dout, spec))
+    assert found[0].sharding.is_equivalent_to(NamedSharding(on_mesh, spec), 3)
+    for y, z in zip(found, expected, strict=True):
+        assert reference.calc_diff(y, z) < 1e-6
 
 
 # On a mesh. Tokens and weights are cut over the same axis, as in FSDP.
