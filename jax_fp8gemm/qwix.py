@@ -10,6 +10,7 @@ docs/conversion.md shows linen and NNX models, rules, and what stays in the mode
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,6 +41,7 @@ except ImportError as error:
     ) from error
 
 _BatchTracer = jax_drift.needed(__name__, "jax._src.interpreters.batching.BatchTracer")
+_OP_NAMES = ("dot_general", "einsum", "matmul", "dot", "ragged_dot")
 # JAX keeps what it traces by this value: a function that JAX jits, as jnp.tensordot, is traced in a
 # converted model and outside it.
 _provider = jax.make_user_context(None)
@@ -56,7 +58,9 @@ class Rule:
       op_names: the functions that the rule is for, of "dot_general", "einsum", "matmul", "dot" and
         "ragged_dot"; none means all. "matmul" is also the operator @.
     Raises:
-      TypeError: recipe is no Recipe, and not None.
+      TypeError: recipe is no Recipe, and not None; module_path is no str; op_names is a str, or no
+        collection.
+      ValueError: module_path is no regular expression, or op_names has another name.
     """
 
     module_path: str = ".*"
@@ -64,8 +68,27 @@ class Rule:
     op_names: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        op = "qwix.Rule"
         if self.recipe is not None:
-            check_recipe("qwix.Rule", self.recipe)
+            check_recipe(op, self.recipe)
+        path, names = checks.short_repr(self.module_path), checks.short_repr(self.op_names)
+        if not isinstance(self.module_path, str):
+            hint = "Give a recipe by its name: Rule(recipe=...)."
+            raise TypeError(f"{op}: module_path must be a regular expression; got {path}. {hint}")
+        try:
+            re.compile(self.module_path)
+        except re.error as error:
+            raise ValueError(
+                f"{op}: module_path must be a regular expression; got {path}, {error}"
+            ) from error
+        # qwix asks for `name in op_names`, which is true of "dot" in "dot_general".
+        if isinstance(self.op_names, str) or not isinstance(self.op_names, Collection):
+            hint = 'Write op_names=("dot_general",) for one.'
+            raise TypeError(
+                f"{op}: op_names must be a tuple or a list of names; got {names}. {hint}"
+            )
+        if not all(name in _OP_NAMES for name in self.op_names):
+            raise ValueError(f"{op}: op_names must be of {_OP_NAMES}; got {names}")
 
 
 class Provider(qwix.QuantizationProvider):

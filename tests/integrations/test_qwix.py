@@ -268,6 +268,31 @@ def test_wrong_arguments():
         Provider(implementation="triton")
 
 
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (
+            dict(op_names=("dott",)),
+            ValueError,
+            r"op_names must be of \('dot_general', .*'dott',\)$",
+        ),
+        (dict(op_names=["dot", "conv"]), ValueError, r"op_names must be of .*\['dot', 'conv'\]$"),
+        (dict(op_names=(jax.lax.dot_general,)), ValueError, "op_names must be of "),
+        (
+            dict(op_names="dot"),
+            TypeError,
+            r"op_names must be a tuple .*; got 'dot'\. Write op_name",
+        ),
+        (dict(op_names=None), TypeError, "op_names must be a tuple or a list .*; got None"),
+        (dict(module_path="("), ValueError, r"module_path must be a regular .*; got '\(', missing"),
+        (dict(module_path=fp8.HYBRID), TypeError, r"module_path must be .*e5m2.*Rule\(recipe="),
+    ],
+)
+def test_a_wrong_rule_is_refused_when_it_is_made(arguments, error, message):
+    with raises(error, match=f"^qwix.Rule: {message}"):
+        Rule(**arguments)
+
+
 def _import_anew():
     spec = importlib.util.find_spec("jax_fp8gemm.qwix")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
