@@ -10,7 +10,7 @@ from pathlib import Path
 from jax_fp8gemm.checkpoint._checkpoint import Checkpoint
 from jax_fp8gemm.checkpoint._experts import stack_experts as stack
 from jax_fp8gemm.checkpoint._mxfp4 import RepackedValues
-from jax_fp8gemm.checkpoint._placement import Shardings, find_sharding, place
+from jax_fp8gemm.checkpoint._placement import Shardings, check_shardings, find_sharding, place
 from jax_fp8gemm.checkpoint._stored import find_tensors, refuse
 from jax_fp8gemm.checkpoint._weights import Weight, make_weights
 
@@ -44,9 +44,11 @@ def load(
     Returns:
       A Checkpoint. 64-bit tensors stay NumPy arrays unless jax_enable_x64 is set.
     Raises:
-      ValueError: a file is wrong or cut off, a scale is missing or wrong, a format is not known, a
-        sharding does not fit, or no name is found. The message names the file and the tensor.
+      ValueError: a file is missing, wrong or cut off, a scale is missing or wrong, a format is not
+        known, shardings is none of the above, a sharding does not fit, or no name is found. The
+        message names the file and the tensor.
     """
+    check_shardings(shardings)
     tensors = find_tensors(Path(path))
     try:
         chosen = {name for name in tensors if names is None or re.search(names, name)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import SCALE_BLOCK
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm.checkpoint._orientation import as_operand
@@ -45,6 +46,17 @@ def loaded_shape(weight: Weight) -> tuple[int, ...]:
     """Returns the shape of the tensor that a weight becomes: a quantised one is transposed."""
     shape = weight.values.shape
     return shape if weight.scale is None else (*shape[:-2], shape[-1], shape[-2])
+
+
+def check_shardings(shardings: Shardings) -> None:
+    """Raises ValueError unless the argument of load is of one of its kinds."""
+    if shardings is None or isinstance(shardings, Mapping) or callable(shardings):
+        return
+    refuse(
+        "shardings must be a dict by name, a function of name and shape, or None",
+        checks.short_repr(shardings),
+        "checkpoint.sharding_rules(mesh, [(regular expression, PartitionSpec)]) makes a function.",
+    )
 
 
 def find_sharding(shardings: Shardings, name: str, weight: Weight) -> Sharding:

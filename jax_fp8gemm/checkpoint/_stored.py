@@ -49,6 +49,10 @@ def refuse(must_hold: str, got: str, then: str = "") -> NoReturn:
 
 
 _DOWNLOAD = "Download the file again."
+_NO_PATH = (
+    "There is no such path. A model on the Hugging Face Hub must be downloaded first: load the "
+    "folder that huggingface_hub.snapshot_download returns."
+)
 # Of _strict_json: text that is no UTF-8, no JSON, or nested beyond Python's depth.
 _NO_JSON = (UnicodeDecodeError, json.JSONDecodeError, RecursionError, _WrongJsonError)
 
@@ -92,7 +96,8 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
         return _indexed_tensors(index)
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        refuse("path must be a safetensors file or a folder of them", str(path))
+        then = "" if path.exists() else _NO_PATH
+        refuse("path must be a safetensors file or a folder of them", str(path), then)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in _file_tensors(file).items():

@@ -7,6 +7,8 @@ import checkpoint_files as files
 import ml_dtypes
 import numpy as np
 import pytest
+from errors import without_annotation_checks
+from jax.sharding import PartitionSpec as P
 
 from jax_fp8gemm import checkpoint
 
@@ -167,7 +169,20 @@ def test_wrong_indices(tmp_path, change, words):
 
 def test_paths_without_files(tmp_path):
     refused(tmp_path, "a safetensors file or a folder", str(tmp_path))
-    refused(tmp_path / "no", "a safetensors file or a folder")
+    refused(tmp_path / "no", "a safetensors file or a folder", "no such path")
+
+
+def test_the_name_of_a_model_on_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("deepseek-ai/DeepSeek-V3", "got deepseek-ai/DeepSeek-V3. ", "snapshot_download returns")
+
+
+@pytest.mark.parametrize("shardings", [P("expert"), [("experts", P("expert"))]])
+def test_shardings_that_are_no_rules(tmp_path, shardings):
+    file = files.write(tmp_path / "x.safetensors", GOOD)
+    words = "shardings must be a dict by name, a function", "PartitionSpec", "sharding_rules(mesh, "
+    with without_annotation_checks():
+        refused(file, *words, shardings=shardings)
 
 
 def test_names(tmp_path):
