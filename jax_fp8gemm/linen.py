@@ -19,7 +19,13 @@ from jax_fp8gemm._data.quantized_weight import promote_weights
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.einsum import einsum
-from jax_fp8gemm.moe.block import Initializer, apply_block, initial_parameter, parameter_shapes
+from jax_fp8gemm.moe.block import (
+    Initializer,
+    apply_block,
+    check_run_arguments,
+    initial_parameter,
+    parameter_shapes,
+)
 from jax_fp8gemm.moe.configs import MoEConfig
 
 try:
@@ -148,6 +154,7 @@ class MoE(nn.Module):
         With return_load it returns also the load, (num_experts,) int32: how many tokens chose each
         expert.
         """
+        check_run_arguments("MoE", self.options)
         shapes = parameter_shapes(self.config)
         if unknown := sorted(set(self.axes) - set(shapes)):
             raise ValueError(f"MoE: axes must name parameters of {list(shapes)}; got {unknown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypedDict
 
 from jax.sharding import AbstractMesh, Mesh
@@ -24,3 +25,11 @@ class RunArguments(TypedDict, total=False):
     parts: NumParts | None
     capacity_factor: float | None
     mesh: Mesh | AbstractMesh | None
+
+
+def check_run_arguments(op: str, options: Iterable[str]) -> None:
+    """Raises TypeError unless these are names of RunArguments."""
+    known = list(RunArguments.__annotations__)
+    if more := sorted(set(options) - set(known)):
+        hint = "The config has sizes, router and activation."
+        raise TypeError(f"{op}: options must be of {known}; got {more}. {hint}")

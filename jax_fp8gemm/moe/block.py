@@ -19,7 +19,7 @@ from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm.moe._gated_mlp import gated_mlp
 from jax_fp8gemm.moe._moe_layer import moe_layer
 from jax_fp8gemm.moe._route import route
-from jax_fp8gemm.moe._run_arguments import RunArguments
+from jax_fp8gemm.moe._run_arguments import RunArguments, check_run_arguments
 from jax_fp8gemm.moe.configs import MoEConfig
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ def apply_block(
     Returns:
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
     Raises:
-      ValueError, TypeError: as moe_layer.
+      TypeError: options has another name. ValueError, TypeError: as moe_layer.
     """
+    check_run_arguments("moe.block", options)
     is_invariant = check_recipe("moe.block", options.get("recipe", DEEPSEEK_V3)).batch_invariant
     logits = _logits(parameters, x, is_invariant)
     experts = parameters["w_gate_up"], parameters["w_down"]

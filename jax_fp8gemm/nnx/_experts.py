@@ -18,6 +18,7 @@ from jax_fp8gemm.moe.block import (
     Initializer,
     RunArguments,
     apply_block,
+    check_run_arguments,
     initial_parameter,
     parameter_shapes,
 )
@@ -132,9 +133,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[RunArguments],
     ):
-        known = list(RunArguments.__annotations__)
-        if more := sorted(set(options) - set(known)):
-            raise TypeError(f"MoE: options must be of {known}; got {more}")
+        check_run_arguments("MoE", options)
         shapes = parameter_shapes(config)
         if unknown := sorted(set(metadata) - set(shapes)):
             raise ValueError(f"MoE: metadata must name parameters of {list(shapes)}; got {unknown}")

@@ -141,11 +141,23 @@ def test_names_that_are_no_parameters_are_refused():
 def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
     with raises(TypeError, match=r"^MoE: options must be of .*'mesh'\]; got \['expert'\]"):
         ours.MoE(CONFIG, expert="x", rngs=nnx.Rngs(0))
+    with raises(
+        TypeError, match=r"^MoE: options must be of .*\['top_k'\]\. The config has sizes, "
+    ):
+        ours.MoE(CONFIG, top_k=3, rngs=nnx.Rngs(0))
     for recipe in (["hybrid"], "e4m3"):
         with raises(TypeError, match="^dot_general: recipe must be a jax_fp8gemm.Recipe or"):
             ours.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
     with raises(ValueError, match="^einsum: implementation must be"):
         ours.Einsum("ab,bc->ac", (2, 3), implementation="gpu", rngs=nnx.Rngs(0))
+
+
+def test_wrong_options_of_linen_are_refused():
+    layer = linen.MoE(CONFIG, options={"top_k": 3})
+    with raises(TypeError, match=r"^MoE: options must be of .*'mesh'\]; got \['top_k'\]\. The"):
+        layer.init(jax.random.key(0), jnp.asarray(X))
+    with raises(TypeError, match=r"^moe.block: options must be of .*; got \['top_k'\]\. The"):
+        moe.block.apply_block(CONFIG, {}, jnp.asarray(X), top_k=3)
 
 
 @pytest.mark.parametrize(
