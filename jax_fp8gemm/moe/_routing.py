@@ -83,27 +83,39 @@ def check_types(op: str, routing: Routing) -> None:
         raise ValueError(f"{op}: scale must be above 0 and finite in f32; got {got}")
 
 
-def as_top_k(op: str, top_k: Any, logits: Any) -> int:
-    """Returns `top_k` as an int; raises ValueError unless it is 1..num_experts."""
-    number, num_experts = checks.as_index(top_k), logits.shape[-1]
+def as_top_k(op: str, top_k: Any, experts: Any) -> int:
+    """Returns `top_k` as an int; raises ValueError unless it is 1..num_experts.
+
+    experts: the logits, or num_experts where there are none.
+    """
+    number, (num_experts, got) = checks.as_index(top_k), _count(experts)
     if number is None or number not in range(1, num_experts + 1):
         raise ValueError(
-            f"{op}: top_k must be 1..num_experts; got {checks.short_repr(top_k)}, "
-            f"logits {checks.short_type(logits)}"
+            f"{op}: top_k must be 1..num_experts; got {checks.short_repr(top_k)}, {got}"
         )
-    checks.check_count(op, "num_experts", num_experts, logits)
+    checks.check_count(op, "num_experts", num_experts, got)
     return number
 
 
-def fit(op: str, routing: Routing, top_k: int, logits: Any) -> Routing:
-    """Returns `routing` with Python's numbers; raises ValueError unless its groups fit."""
+def fit(op: str, routing: Routing, top_k: int, experts: Any) -> Routing:
+    """Returns `routing` with Python's numbers; raises ValueError unless its groups fit.
+
+    experts: as for as_top_k.
+    """
     n_group, topk_group = map(checks.as_index, (routing.n_group, routing.topk_group))
-    _check_groups(op, top_k, n_group, topk_group, logits)
+    _check_groups(op, top_k, n_group, topk_group, experts)
     return replace(routing, n_group=n_group, topk_group=topk_group, scale=float(routing.scale))
 
 
+def _count(experts: Any) -> tuple[int, str]:
+    """Returns the number of experts, and what an error says of its origin."""
+    if isinstance(experts, int):
+        return experts, f"num_experts {experts}"
+    return experts.shape[-1], f"logits {checks.short_type(experts)}"
+
+
 def _check_groups(
-    op: str, top_k: int, n_group: int | None, topk_group: int | None, logits: Any
+    op: str, top_k: int, n_group: int | None, topk_group: int | None, experts: Any
 ) -> None:
     if n_group is None or topk_group is None:
         if n_group is not topk_group:
@@ -112,11 +124,10 @@ def _check_groups(
                 f"got n_group {n_group}, topk_group {topk_group}"
             )
         return
-    num_experts = logits.shape[-1]
+    num_experts, got = _count(experts)
     if n_group < 1 or num_experts % n_group or 1 < n_group > num_experts // 2:
         raise ValueError(
-            f"{op}: n_group must divide the experts into groups of 2 or more; "
-            f"got {n_group}, logits {checks.short_type(logits)}"
+            f"{op}: n_group must divide the experts into groups of 2 or more; got {n_group}, {got}"
         )
     if topk_group not in range(1, n_group + 1):
         raise ValueError(

@@ -8,10 +8,13 @@ A preset names the layers of a model that route. Its dense layers, if it has any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jax_fp8gemm._data.activation import Activation, ClampedSwiglu
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.activation import Activation, ClampedSwiglu, check_activation
+from jax_fp8gemm.moe._routing import Routing, as_top_k, check_types, fit
 from jax_fp8gemm.moe._scoring import Scoring
 
 
@@ -32,6 +35,9 @@ class MoEConfig:
         what the expert returns. moe_layer does the latter.
       activation: of the experts, as for moe_mlp.
       has_expert_biases: whether both products of an expert add a bias.
+    Raises:
+      ValueError: a size that is no integer above 0, a top_k or groups that num_experts cannot
+        have, an unknown scoring or activation. TypeError: an argument of another kind.
     """
 
     hidden: int
@@ -49,6 +55,21 @@ class MoEConfig:
     weighs_tokens: bool = False
     activation: Activation = "silu"
     has_expert_biases: bool = False
+
+    def __post_init__(self) -> None:
+        op, least = "MoEConfig", dict(hidden=1, intermediate=1, num_experts=1, num_shared_experts=0)
+        for name, lowest in least.items():
+            number = checks.as_index(given := getattr(self, name))
+            if number is None or number < lowest:
+                got = checks.short_repr(given)
+                raise ValueError(f"{op}: {name} must be an integer, {lowest} or more; got {got}")
+        routing = Routing(**{n: x for n, x in self.routing.items() if n != "top_k"})
+        check_types(op, routing)
+        experts = operator.index(self.num_experts)
+        fit(op, routing, as_top_k(op, self.top_k, experts), experts)
+        check_activation(op, self.activation)
+        has = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("has_")}
+        checks.check_bool(op, weighs_tokens=self.weighs_tokens, **has)
 
     @property
     def routing(self) -> dict[str, Any]:

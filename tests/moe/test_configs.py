@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from errors import raises
 from test_moe import random
 
 from jax_fp8gemm.moe import configs, moe_layer
@@ -47,6 +48,44 @@ def test_each_preset_runs_scaled_down(name):
     out, load = jax.jit(layer)(x, logits, *experts)
     assert out.shape == (8, d) and np.all(np.isfinite(out))
     assert load.sum() == 8 * config.top_k
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(top_k=8), ValueError, r"top_k must be 1..num_experts; got 8, num_experts 4$"),
+        (dict(top_k=2.0), ValueError, "top_k must be 1..num_experts; got 2.0, "),
+        (dict(scoring="foo"), ValueError, "scoring must be 'softmax', .*; got 'foo'$"),
+        (dict(activation="relu"), ValueError, "activation must be 'silu', .*; got 'relu'$"),
+        (dict(hidden=0), ValueError, "hidden must be an integer, 1 or more; got 0$"),
+        (dict(intermediate=64.0), ValueError, "intermediate must be an integer, .*; got 64.0$"),
+        (dict(num_shared_experts=-1), ValueError, "num_shared_experts .*, 0 or more; got -1$"),
+        (dict(n_group=2), ValueError, "n_group and topk_group must go together; got "),
+        (
+            dict(n_group=3, topk_group=1),
+            ValueError,
+            "n_group must divide the experts .*; got 3, num_experts 4$",
+        ),
+        (
+            dict(n_group=2, topk_group=1, top_k=3),
+            ValueError,
+            "top_k must be at most the 2 experts .*; got 3$",
+        ),
+        (dict(scale=0.0), ValueError, "scale must be above 0 and finite in f32; got 0.0$"),
+        (dict(normalize="yes"), TypeError, "normalize must be True or False; got 'yes'$"),
+        (dict(has_balance_bias=1), TypeError, "has_balance_bias must be True or False; got 1$"),
+        (dict(weighs_tokens=None), TypeError, "weighs_tokens must be True or False; got None$"),
+    ],
+)
+def test_a_block_that_cannot_be_is_refused_when_it_is_made(arguments, error, message):
+    sizes = dict(hidden=64, intermediate=32, num_experts=4, top_k=2)
+    with raises(error, match=f"^MoEConfig: {message}"):
+        configs.MoEConfig(**sizes | arguments)
+
+
+def test_scaled_down_refuses_fewer_experts_than_the_router_chooses():
+    with raises(ValueError, match="^MoEConfig: top_k must be 1..num_experts; got 2, num_experts 1"):
+        configs.MIXTRAL_8X7B.scaled_down(num_experts=1)
 
 
 def test_scaled_down_keeps_what_is_no_size():
