@@ -26,7 +26,8 @@ def gate_up_to_pieces(
 
     Piece i holds gate and up of the features i f / pieces to (i + 1) f / pieces - 1. So a mesh axis
     of as many devices leaves both of a feature on one device. The functions of this module read it
-    with gate_up_pieces. No value changes, and no scale.
+    with gate_up_pieces, where f / pieces is a multiple of 128. Nothing in the result marks its
+    layout, so they need that argument. No value changes, and no scale.
 
     Args:
       w: (..., 2 f): w_gate_up, its bias, a gradient, or a moment of an optimiser. Or a ScaledArray
