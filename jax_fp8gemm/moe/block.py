@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._data.scaled_array import check_unquantised
 from jax_fp8gemm._ops.kept_rounding import add_rounded, exact_f32, rounded
 from jax_fp8gemm._ops.matmul import matmul
 from jax_fp8gemm._ops.product_spec import check_recipe
@@ -85,16 +87,17 @@ def apply_block(
       config: sizes, router and activation.
       parameters: those of parameter_shapes. The matrices of experts and of shared experts may be
         ScaledArrays or, in training, QuantizedWeights.
-      x: (..., d) bf16, f16 or f32: the tokens.
+      x: (..., d) bf16, f16 or f32, d = config.hidden: the tokens.
       return_load: whether to return the load too, as moe_layer does.
       options: of moe_layer: recipe, implementation, gate_up_pieces, expert_axis, exchange, parts,
         capacity_factor, mesh.
     Returns:
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
     Raises:
-      TypeError: options has another name. ValueError, TypeError: as moe_layer.
+      TypeError: options has another name. ValueError: d is not config.hidden. Others as moe_layer.
     """
     check_run_arguments("moe.block", options)
+    x = _checked_tokens(config, x)
     is_invariant = check_recipe("moe.block", options.get("recipe", DEEPSEEK_V3)).batch_invariant
     logits = _logits(parameters, x, is_invariant)
     experts = parameters["w_gate_up"], parameters["w_down"]
@@ -108,6 +111,18 @@ def apply_block(
         return _weighing_tokens(config, x, logits, experts, shared, how, is_invariant)
     bias = parameters.get("balance_bias")
     return moe_layer(x, logits, *experts, bias=bias, shared_expert=shared, **config.routing, **how)
+
+
+def _checked_tokens(config: MoEConfig, x: Any) -> jax.Array:
+    """Returns the tokens as an array; raises unless they are (..., hidden)."""
+    x = arrays.as_array(x)
+    check_unquantised("moe.block", "x", x)
+    if x.ndim < 1 or x.shape[-1] != config.hidden:
+        raise ValueError(
+            f"moe.block: x must be (..., d) with d = {config.hidden}, the hidden of the config; "
+            f"got x {checks.short_type(x)}"
+        )
+    return x
 
 
 def _logits(parameters: Mapping[str, Any], x: jax.Array, is_invariant: bool) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 import published_routers as published
 import pytest
 import reference
+from errors import raises
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3
 from jax_fp8gemm.moe import block, configs
@@ -90,6 +91,21 @@ def test_tokens_are_weighed_for_one_choice_only():
     config = dataclasses.replace(config, top_k=2)
     with pytest.raises(ValueError, match="weighs_tokens must have top_k 1; got 2"):
         block.apply_block(config, parameters, x)
+
+
+@pytest.mark.parametrize("shape", [(4, 127), (128, 4), ()])
+def test_tokens_of_another_width_are_refused(shape):
+    config = configs.MIXTRAL_8X7B.scaled_down()
+    parameters, _ = _problem(config)
+    got = ",".join(map(str, shape))
+    message = rf"^moe.block: x must be \(..., d\) with d = 128, .*; got x f32\[{got}\]$"
+    with raises(ValueError, match=message):
+        block.apply_block(config, parameters, jnp.ones(shape))
+
+
+def test_tokens_that_are_no_array_are_refused():
+    with raises(TypeError, match="^moe.block: x must be an array; got list$"):
+        block.apply_block(configs.MIXTRAL_8X7B.scaled_down(), {}, [1.0])
 
 
 @pytest.mark.parametrize("name", MODELS)
