@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, DTYPES
 from jax_fp8gemm._data.scaled_array import ScaledArray
@@ -16,6 +17,8 @@ from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.quantize_weight import quantize_weight
 from jax_fp8gemm.nnx._scopes import scope_of
+
+Path = tuple[Any, ...]  # attributes and indices, from the model down
 
 
 class Weights(NamedTuple):
@@ -71,11 +74,15 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
         `dtype`; otherwise a weight no longer takes part in the promotion of dtypes. The weights
         have no gradient, and x has one. A kernel that is no matrix (k, n) or stack of such stays as
         it is: of LinearGeneral with several axes or features, and of Einsum.
+    Raises:
+      TypeError: a weight is a ScaledArray, without for_inference. It names the module by its path,
+        and no weight is changed.
     """
-    for _, module in nnx.iter_modules(model):
-        found: Weights | None = getattr(module, "weights_of_products", lambda: None)()
-        if found is None:
-            continue
+    modules = _modules(model)
+    if not for_inference:
+        for path, module, found in modules:
+            _check_has_weights(path, module, found)
+    for _, module, found in modules:
         for name in found.names:
             variable = getattr(module, name)
             with scope_of(module):
@@ -83,6 +90,25 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
                     variable.set_value(_quantised(variable[...], found))
                 elif _is_matrices(module, variable[...], found):
                     variable.set_value(_for_inference(variable[...], found))
+
+
+def _modules(model: nnx.Module) -> list[tuple[Path, Any, Weights]]:
+    """Returns this package's modules in `model` that have weights to quantise."""
+    found: list[Any] = [x for x in nnx.iter_modules(model) if hasattr(x[1], "weights_of_products")]
+    read = [(path, module, module.weights_of_products()) for path, module in found]
+    return [(path, module, weights) for path, module, weights in read if weights is not None]
+
+
+def _check_has_weights(path: Path, module: Any, found: Weights) -> None:
+    """Raises TypeError where a weight of the module is quantised without the weight itself."""
+    for name in found.names:
+        if isinstance(w := getattr(module, name)[...], ScaledArray):
+            raise TypeError(
+                f"quantize_weights: {'/'.join(map(str, (*path, name)))} must be an array or a "
+                f"QuantizedWeight; got a ScaledArray {checks.short_type(w)}, as for_inference=True "
+                "makes it, which has no gradient. Load the unquantised weights again, or keep them "
+                "with nnx.clone(model) before for_inference=True."
+            )
 
 
 def _quantised(w: Any, weights: Weights) -> QuantizedWeight:

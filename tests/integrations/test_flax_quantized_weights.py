@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import raises
 from flax import nnx
 
 from jax_fp8gemm import (
@@ -210,6 +211,18 @@ def test_weights_for_inference_of_a_model():
     found = [layer.kernel[...] for layer in layers]
     assert [isinstance(w, ScaledArray) for w in found] == [1, 1, 0, 0, 0, 0, 0]
     assert found[0].dtype == jnp.float8_e5m2
+
+
+def test_weights_that_are_gone_are_named_by_their_path():
+    """A model for inference cannot train; nothing of it changes."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(ours.Linear(128, 64, rngs=rngs), ours.SwiGLU(64, 128, rngs=rngs))
+    ours.quantize_weights(model.layers[1], for_inference=True)
+    message = r"{} must be an array or .*; got a ScaledArray f8e4m3fn\[64,256\], .*\. Load the unq"
+    for module, path in ((model, "layers/1/w_gate_up"), (model.layers[1], "w_gate_up")):
+        with raises(TypeError, match=f"^quantize_weights: {message.format(path)}"):
+            ours.quantize_weights(module)
+    assert not isinstance(model.layers[0].kernel[...], QuantizedWeight)
 
 
 @pytest.mark.parametrize(
