@@ -16,6 +16,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.quantize_weight import quantize_weight
+from jax_fp8gemm._runtime.warn import warn_caller
 from jax_fp8gemm.nnx._scopes import scope_of
 
 Path = tuple[Any, ...]  # attributes and indices, from the model down
@@ -52,9 +53,9 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     By default each becomes a QuantizedWeight, by the recipe of its module. Calls then have the same
     bits, and quantise no weight. Where a module casts its kernel to its `dtype`, the weight is cast
     here, and gradients have that dtype. Modules that nnx.vmap has stacked along dimension 0, for
-    nnx.scan, are quantised as a stack. Modules of Flax itself stay as they are. So does an Einsum
-    whose result is transposed, where the kernel may not be the rhs of the product. Once for all
-    micro-batches::
+    nnx.scan, are quantised as a stack. Modules of Flax itself stay as they are, with a UserWarning
+    if the model has no others. So does an Einsum whose result is transposed, where the kernel may
+    not be the rhs of the product. Once for all micro-batches::
 
         def gradients(params, batches):  # of a model = nnx.merge(graph, params)
             model = nnx.merge(graph, params)
@@ -95,8 +96,19 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
 def _modules(model: nnx.Module) -> list[tuple[Path, Any, Weights]]:
     """Returns this package's modules in `model` that have weights to quantise."""
     found: list[Any] = [x for x in nnx.iter_modules(model) if hasattr(x[1], "weights_of_products")]
+    if not found:
+        warn_caller(
+            f"quantize_weights: model must hold modules of jax_fp8gemm.nnx; got {_kind(model)} "
+            "without any, and changed nothing. Modules of Flax itself stay as they are, also with "
+            "dot_general=jax_fp8gemm.dot_general: use jax_fp8gemm.nnx.Linear.",
+            UserWarning,
+        )
     read = [(path, module, module.weights_of_products()) for path, module in found]
     return [(path, module, weights) for path, module, weights in read if weights is not None]
+
+
+def _kind(model: object) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _check_has_weights(path: Path, module: Any, found: Weights) -> None:

@@ -14,6 +14,7 @@ from jax_fp8gemm import (
     QuantizedWeight,
     Recipe,
     ScaledArray,
+    dot_general,
     linen,
     master_weights,
     moe,
@@ -223,6 +224,19 @@ def test_weights_that_are_gone_are_named_by_their_path():
         with raises(TypeError, match=f"^quantize_weights: {message.format(path)}"):
             ours.quantize_weights(module)
     assert not isinstance(model.layers[0].kernel[...], QuantizedWeight)
+
+
+@pytest.mark.parametrize("for_inference", [False, True])
+def test_a_model_without_modules_of_ours_gets_a_warning(for_inference):
+    """It names Flax's module; one that stays for another reason gets none."""
+    model = nnx.Sequential(nnx.Linear(128, 64, dot_general=dot_general, rngs=nnx.Rngs(0)))
+    message = "^quantize_weights: model must hold modules of jax_fp8gemm.nnx; got flax.*.Sequential"
+    with pytest.warns(UserWarning, match=f"{message} .* use jax_fp8gemm.nnx.Linear.$") as found:
+        ours.quantize_weights(model, for_inference=for_inference)
+    assert [warning.filename for warning in found] == [__file__]
+    assert isinstance(model.layers[0].kernel[...], jax.Array)
+    transposed = ours.Einsum("bsd,df->fbs", (128, 64), rngs=nnx.Rngs(0))
+    ours.quantize_weights(transposed, for_inference=for_inference)  # warnings are errors here
 
 
 @pytest.mark.parametrize(
