@@ -36,10 +36,12 @@ class QuantizedWeight:
 
     jax_fp8gemm.quantize_weight makes it. The products of this package take it as their rhs, and
     have the same bits as for the weight alone, which they would quantise on each call. It is a
-    pytree, so jit, vmap (over leading dimensions), scan, remat, shardings and optimisers take it.
-    Its gradient is a QuantizedWeight whose `weight` is the gradient of the weight, in the dtype of
-    the weight, and whose `scaled` is zero. jax_fp8gemm.master_weights takes the former out of a
-    whole tree.
+    pytree, so jit, vmap (over leading dimensions), scan, remat and shardings take it. Its gradient
+    is a QuantizedWeight whose `weight` is the gradient of the weight, in the dtype of the weight,
+    and whose `scaled` is zero. jax_fp8gemm.master_weights takes the former out of a whole tree.
+
+    NOTE: an optimiser must be given the master weights and such gradients. It would update `weight`
+    of a QuantizedWeight and leave `scaled`, which products read, so the model would not change.
 
     The constructor checks nothing, because a pytree may hold anything in the place of its leaves.
     An op checks the quantisation when it takes one: its shape, its format and `recipe`. It cannot

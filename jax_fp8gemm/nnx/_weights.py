@@ -55,7 +55,10 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     here, and gradients have that dtype. Modules that nnx.vmap has stacked along dimension 0, for
     nnx.scan, are quantised as a stack. Modules of Flax itself stay as they are, with a UserWarning
     if the model has no others. So does an Einsum whose result is transposed, where the kernel may
-    not be the rhs of the product. Once for all micro-batches::
+    not be the rhs of the product.
+
+    An optimiser must have the model from before, and `master_weights` of the gradients: it would
+    not quantise what it changes. Once for all micro-batches::
 
         def gradients(params, batches):  # of a model = nnx.merge(graph, params)
             model = nnx.merge(graph, params)
