@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_fp8gemm._inspect import measure, table
 from jax_fp8gemm._inspect.walk import Walk, trace
+from jax_fp8gemm._runtime.warn import warn_caller
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["_keys", "missed"])
@@ -69,19 +70,49 @@ def collect(function: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
     iterations, and those of a shard_map over its devices.
 
     Args:
-      function: takes and returns pytrees of arrays; it may be jitted.
+      function: takes and returns pytrees of arrays; it may be jitted. What it changes in its
+        arguments in place is lost, with a UserWarning: the update of an NNX model, say. Collect
+        from what returns the gradients then, nnx.grad(loss).
     Returns:
       a function with the arguments of `function`, which are all arrays. It returns (result, Stats).
       It is jitted. It may be called in other jitted functions.
     """
 
+    traced = _warning_of_changes(function)
+
     @jax.jit
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
-        jaxpr, consts, out_types = trace(function, *args, **kwargs)
+        jaxpr, consts, out_types = trace(traced, *args, **kwargs)
         walk = Walk(measure.quantisations())
         results, (keys, rows) = walk.evaluate(jaxpr, consts, jax.tree.leaves((args, kwargs)))
         result = jax.tree.unflatten(jax.tree.structure(out_types), results)
         return result, Stats(rows, tuple(keys), tuple(sorted(walk.missed)))
+
+    return run
+
+
+def _warning_of_changes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, which warns where it changes its arguments in place.
+
+    If there are more of them or fewer afterwards, it does not: a step may quantise the weights of
+    the model that it got.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = jax.tree.leaves((args, kwargs))
+        result = function(*args, **kwargs)
+        after = jax.tree.leaves((args, kwargs))
+        changed = sum(x is not y for x, y in zip(before, after, strict=False))
+        if changed and len(before) == len(after):
+            warn_caller(
+                "stats.collect: function must return what it computes; got changes of "
+                f"{changed} arrays of its arguments in place, which are lost, and no quantisation "
+                "that only they need is measured. Collect from the function that returns the "
+                "gradients, as nnx.grad(loss), and update with them.",
+                UserWarning,
+            )
+        return result
 
     return run

@@ -1,6 +1,7 @@
 """stats.collect against NumPy: three quantisations of a matmul, in loops and transformations."""
 
 import json
+import warnings
 from functools import partial
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import undefined_rows
 from flax import nnx
@@ -294,3 +296,26 @@ def test_a_program_without_a_collector_stays_as_it_is():
     stats.collect(step)(_LHS, _RHS)
     jax.clear_caches()
     assert jax.jit(jax.grad(_loss)).lower(_LHS, _RHS).as_text() == text
+
+
+def test_changes_in_place_are_lost_with_a_warning():
+    """Those of an NNX model by an optimiser; a functional step has the same records and none."""
+    model = jax_fp8gemm.nnx.Linear(256, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    loss = lambda model, x: jnp.square(model(x)).mean()
+
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+        return loss(model, x)
+
+    x = jax.random.normal(jax.random.key(0), (128, 256))
+    for run in (step, nnx.jit(step)):
+        with pytest.warns(UserWarning, match="stats.collect: function must return .* in place"):
+            stats.collect(run)(model, optimizer, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients, found = stats.collect(nnx.grad(loss))(model, x)
+    assert {record["pass"] for record in found.records()} == {"forward", "backward"}
+    before = model.kernel[...]
+    optimizer.update(model, gradients)
+    assert (model.kernel[...] != before).any()
