@@ -13,6 +13,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.product_spec import ProductSpec
+from jax_fp8gemm._ops.weights import check_folded
 
 
 def einsum_of_weight(
@@ -33,17 +34,20 @@ def einsum_of_weight(
             f"one of the other operand or of the result; got {checks.short_repr(subscripts)}. Pass "
             "its weight."
         )
-    # A product may contract the free dimensions of the weight instead: see as_matrices.
-    order = [*rhs.contracting, *rhs.free]
-    contracted = [rhs_names[d] for d in order if rhs_names[d] not in out]
+    # In the order of the quantisation. A product may contract its free dimensions: see as_matrices.
+    dims = [d for d in range(-rhs.ndim, 0) if rhs_names[d] not in out]
+    order = next((known for known in (rhs.contracting, rhs.free) if set(known) == set(dims)), dims)
+    contracted = [rhs_names[d] for d in order]
     batch = [name for name in rhs_names if name in lhs_names and name in out]
     dims_of = lambda names: tuple(tuple(map(side.index, names)) for side in (lhs_names, rhs_names))
     made = [*batch, *(n for n in lhs_names + rhs_names if n in out and n not in batch)]
     back = [made.index(name) for name in out]
+    contract_dims, batch_dims = dims_of(contracted), dims_of(batch)
+    check_folded(op, "rhs", rhs, contract_dims[1], batch_dims[1])
     result = dot_general(
         lhs,
         rhs,
-        (dims_of(contracted), dims_of(batch)),
+        (contract_dims, batch_dims),
         preferred_element_type=spec.out_dtype,
         recipe=spec.recipe,
         implementation=spec.implementation,

@@ -28,8 +28,8 @@ def check_weights(op: str, name: str, w: Any) -> None:
     """Raises unless `w` is floats (..., k, n), or a ScaledArray or a QuantizedWeight of such."""
     if isinstance(w, QuantizedWeight):
         check_quantized_weight(op, name, w)
-        is_right = w.scaled is None or (w.contracting, w.free) == ((-2,), (-1,))
-        _check_folded(op, name, w, is_right)
+        if w.scaled is not None and (w.contracting, w.free) != ((-2,), (-1,)):
+            raise _wrongly_folded(op, name, w, f"Quantise with quantize_weight({name}).")
         return
     if not isinstance(w, ScaledArray):
         checks.check_array(op, name, w, hint="Or pass a ScaledArray.")
@@ -52,13 +52,51 @@ def check_weight(op: str, name: str, w: Any) -> None:
         check_unquantised(op, name, w)
 
 
-def _check_folded(op: str, name: str, w: QuantizedWeight, is_right: bool, wanted: Any = -2) -> None:
-    if not is_right:
-        raise ValueError(
-            f"{op}: {name} must be quantised as the matrices that the product reads; got "
-            f"{checks.short_type(w)} with contracting={w.contracting}. Quantise with "
-            f"quantize_weight({name}, contracting={wanted})."
-        )
+def check_folded(
+    op: str, name: str, w: QuantizedWeight, contracting: Sequence[int], batch: Sequence[int]
+) -> None:
+    """Raises unless `w` is quantised for products that contract these dimensions.
+
+    One that is quantised for the contraction of its free dimensions will do too.
+    """
+    if w.scaled is None:
+        return
+    dims, free = _folded_dims(w, contracting, batch)
+    has_dims = (w.contracting, w.free) in ((dims, free), (free, dims))
+    if not has_dims or list(batch) != list(range(w.scaled.ndim - 2)):
+        raise _wrongly_folded(op, name, w, _how_to_fold(name, w, contracting, batch))
+
+
+def _folded_dims(
+    w: QuantizedWeight, contracting: Sequence[int], batch: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the contracting and the free dimensions of a product, counted from the end."""
+    dims = tuple(d - w.ndim for d in contracting)
+    free = tuple(d for d in range(-w.ndim, 0) if d not in dims and d + w.ndim not in batch)
+    return dims, free
+
+
+def _wrongly_folded(op: str, name: str, w: QuantizedWeight, hint: str) -> ValueError:
+    return ValueError(
+        f"{op}: {name} must be quantised as the matrices that the product reads; got "
+        f"{checks.short_type(w)} with contracting={w.contracting}. {hint}"
+    )
+
+
+def _how_to_fold(
+    name: str, w: QuantizedWeight, contracting: Sequence[int], batch: Sequence[int]
+) -> str:
+    """Says how quantize_weight makes the matrices of a product that contracts these dimensions."""
+    num_batch, num_free = len(batch), w.ndim - len(contracting) - len(batch)
+    if not contracting or not num_free or list(batch) != list(range(num_batch)):
+        return "No quantisation fits this product: pass its weight."
+    if num_batch and w.ndim == num_batch + 2:
+        return f"Quantise with quantize_weight({name})."
+    dims = [d - num_batch for d in contracting]  # quantize_weight is mapped over the batch
+    wanted = f"contracting={dims[0] if len(dims) == 1 else tuple(dims)}"
+    if num_batch:
+        return f"Map quantize_weight with {wanted} over the leading dimensions by jax.vmap."
+    return f"Quantise with quantize_weight({name}, {wanted})."
 
 
 def as_matrices(
@@ -68,15 +106,11 @@ def as_matrices(
 
     A weight that was quantised for the contraction of its other dimensions is transposed exactly.
     """
+    check_folded(op, name, w, contracting, batch)
     if w.scaled is None:
         return w
-    dims = tuple(d - w.ndim for d in contracting)
-    free = tuple(d for d in range(-w.ndim, 0) if d not in dims and d + w.ndim not in batch)
+    dims, free = _folded_dims(w, contracting, batch)
     is_turned = (w.free, w.contracting) == (dims, free)
-    is_right = list(batch) == list(range(w.scaled.ndim - 2)) and (
-        is_turned or (w.contracting, w.free) == (dims, free)
-    )
-    _check_folded(op, name, w, is_right, dims)
     weight = fold(w.weight, *([d] for d in batch), dims, free)
     scaled = w.scaled.T if is_turned else w.scaled
     return replace(w, weight=weight, scaled=scaled, contracting=(-2,))
