@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array, define_method
+from jax_fp8gemm._data.methods import define_method
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 
 if TYPE_CHECKING:

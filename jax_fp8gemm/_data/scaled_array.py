@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import arrays, checks, formats
+from jax_fp8gemm._data.methods import method
 from jax_fp8gemm._runtime import jax_drift
 from jax_fp8gemm._runtime.html_table import html_table
 
@@ -136,21 +137,21 @@ class ScaledArray:
                 f"or f32; got {checks.short_dtype(dtype)}. Another FP8 format rounds again: "
                 "quantize(x.dequantize(), dtype=...)."
             )
-        return _above["dequantize"](self, dtype)
+        return method("dequantize")(self, dtype)
 
     # NumPy's arrays then leave x @ w to __rmatmul__.
     __array_ufunc__ = None
 
     def __rmatmul__(self, lhs: Any) -> Any:
         """Returns jax_fp8gemm.matmul(lhs, self)."""
-        return _above["matmul"](lhs, self)
+        return method("matmul")(lhs, self)
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """Returns the element, or the elements, of the leading dimensions; r and c stay whole.
 
         An ellipsis returns the array itself.
         """
-        return _above["take"](self, index)
+        return method("take")(self, index)
 
     def __iter__(self) -> Iterator[ScaledArray]:
         """Yields the elements of the first dimension."""
@@ -163,7 +164,7 @@ class ScaledArray:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch r c"]:
         """Returns value * scale in float32, rounded to `dtype`; see jax_fp8gemm.dequantize."""
-        return _above["dequantize"](self, dtype)
+        return method("dequantize")(self, dtype)
 
     def __repr__(self) -> str:
         is_turned = self.values is None and self.transposed is not None
@@ -179,15 +180,6 @@ class ScaledArray:
         size: Callable[[Any], str] = lambda x: f"{x.nbytes:,} bytes" if hasattr(x, "nbytes") else ""
         rows = [(name, checks.short_type(x), size(x)) for name, x in stored.items()]
         return html_table(f"ScaledArray, block {self.block}", rows)
-
-
-# Functions of ScaledArrays that modules above this one define.
-_above: dict[str, Callable[..., Any]] = {}
-
-
-def define_method(function: Callable[..., Any]) -> None:
-    """Gives a method of ScaledArray its function, under the name of the function."""
-    _above[function.__name__] = function
 
 
 # NOTE: JAX refuses to register a name twice. A process may import the package anew, because an

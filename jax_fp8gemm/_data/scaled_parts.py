@@ -13,12 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8gemm._data import checks
-from jax_fp8gemm._data.scaled_array import (
-    ScaledArray,
-    check_scaled_array,
-    define_method,
-    values_and_scale,
-)
+from jax_fp8gemm._data.methods import define_method
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array, values_and_scale
 
 _Join = Callable[..., jax.Array]
 

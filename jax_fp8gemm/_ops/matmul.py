@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data import arrays, checks
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
+from jax_fp8gemm._data.methods import define_method
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised, define_method
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
