@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.methods import method
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._runtime import jax_drift
@@ -92,6 +93,10 @@ class QuantizedWeight:
 
     # NumPy's arrays then leave x @ w to __rmatmul__.
     __array_ufunc__ = None
+
+    def __rmatmul__(self, lhs: Any) -> Any:
+        """Returns jax_fp8gemm.matmul(lhs, self), by the recipe that the weight is quantised by."""
+        return method("matmul")(lhs, self, recipe=self.recipe)
 
     def __getitem__(self, index: Any) -> QuantizedWeight:
         """Returns itself for an ellipsis, as w[...] reads the value of a Variable of Flax."""

@@ -127,6 +127,22 @@ def test_gradients_have_the_dtype_of_the_master_weight(dtype):
     assert found[2].dtype == dtype
 
 
+@pytest.mark.parametrize("recipe", ["deepseek_v3", Recipe(bwd="e5m2", pow2_scale=True), BF16])
+@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray], ids=["JAX", "NumPy"])
+def test_the_operator_multiplies_by_the_recipe_of_the_weight(as_array, recipe):
+    lhs, w = as_array(random(M, K)), random(K, N, seed=1)
+    weight, product = quantize_weight(w, recipe=recipe), lambda lhs, w: lhs @ w
+    named = partial(matmul, recipe=recipe)
+    reference.assert_same_bits(product(lhs, weight), named(lhs, w))
+    reference.assert_same_bits(jax.jit(product)(lhs, weight), jax.jit(named)(lhs, w))
+    jax.tree.map(reference.assert_same_bits, vjp(product, lhs, weight), vjp(named, lhs, w))
+
+
+def test_the_operator_takes_no_weight_on_the_left():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        quantize_weight(random(K, N)) @ random(N, K)
+
+
 def test_a_plain_product_reads_the_weight():
     lhs, rhs = random(M, K), random(K, N, seed=1)
     run = jax.jit(partial(vjp, partial(matmul, precision="highest")))
