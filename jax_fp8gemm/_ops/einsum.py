@@ -11,7 +11,7 @@ from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
-from jax_fp8gemm._data.scaled_array import check_unquantised
+from jax_fp8gemm._data.scaled_array import ScaledArray, check_unquantised
 from jax_fp8gemm._ops.bind import bind
 from jax_fp8gemm._ops.dot_general import dot_general
 from jax_fp8gemm._ops.einsum_of_weight import einsum_of_weight
@@ -42,7 +42,8 @@ def einsum(
       operands: two arrays, as for `dot_general`. The second one may be a QuantizedWeight. It is
         then the rhs of the product whatever the order of the result, and several contracting
         dimensions are flattened in the order of its `contracting`. jnp.einsum may swap operands for
-        a result that it would have to transpose, and sorts those dimensions by their letters.
+        a result that it would have to transpose, and sorts those dimensions by their letters. A
+        ScaledArray goes into `matmul` or `dot_general`.
       precision, preferred_element_type, recipe, implementation, out_sharding: as for `matmul`.
     Returns:
       The array that the subscripts say.
@@ -65,6 +66,12 @@ def einsum(
         )
     lhs, rhs = arrays.match_floats(*map(arrays.as_array, operands))
     check_unquantised(op, "lhs", lhs)
+    if isinstance(rhs, ScaledArray):
+        raise TypeError(
+            f"{op}: rhs must be an array or a QuantizedWeight; got a ScaledArray "
+            f"{checks.short_type(rhs)}. matmul and dot_general take a ScaledArray (k, n): "
+            "matmul(lhs, rhs), or matmul(lhs, rhs.T) for the other dimension."
+        )
     check_weight(op, "rhs", rhs)
     spec = check_static_args(
         op, lhs, rhs, recipe, precision, preferred_element_type, implementation, out_sharding

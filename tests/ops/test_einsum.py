@@ -64,7 +64,18 @@ def test_dtypes_and_options():
         ),
         (("mk->m", X[0]), TypeError, "operands must be two arrays; got 1"),
         ((X[0], [0, 1]), TypeError, "subscripts must be text, as 'mk,kn->mn'; got f32"),
-        (("mk,kn->mn", X[0], quantize(W[:, 0])), TypeError, "rhs must be an array; got a ScaledA"),
+        (
+            ("mk,kn->mn", X[0], quantize(W[:, 0])),
+            TypeError,
+            r"rhs must be an array or a QuantizedWeight; got a ScaledArray f8e4m3fn\[256,32\]. "
+            r"matmul and dot_general take a ScaledArray \(k, n\): matmul\(lhs, rhs\), or "
+            r"matmul\(lhs, rhs.T\) for the other dimension.$",
+        ),
+        (
+            ("mk,kn->mn", quantize(X[0]), W[:, 0]),
+            TypeError,
+            r"lhs must be an array; got a ScaledArray f8e4m3fn\[70,256\]. einsum quantises lhs ",
+        ),
         (("mk,kn->mn", X[0], 1.0), TypeError, "rhs must be an array; got float"),
     ],
 )
