@@ -219,14 +219,19 @@ def check_implementation(op: str, implementation: object) -> None:
         )
 
 
-def check_scaled(op: str, name: str, values: Typed, scale: Typed, block: tuple[int, int]) -> None:
-    """Checks FP8 values (..., r, c) against f32 scales, one for each `block`."""
+def check_scaled(
+    op: str, name: str, values: Typed, scale: Typed, block: tuple[int, int], *, hint: str = ""
+) -> None:
+    """Checks FP8 values (..., r, c) against f32 scales, one for each `block`.
+
+    hint: what to do about a wrong scale, if the caller knows.
+    """
     check_block(op, block, name=f"{name}.block")
     check_dtype(op, name, values, FP8_DTYPES)
     check_min_ndim(op, name, values, 2, "(..., r, c)")
     expected = scale_shape(values.shape, block)
     if tuple(scale.shape) != expected or jnp.dtype(scale.dtype) != jnp.float32:
-        hint = (
+        cut = (
             "If the shards of a shard_map were quantised each alone, cut the array at multiples "
             f"of {SCALE_BLOCK} elements, or quantise it outside."
         )
@@ -234,7 +239,7 @@ def check_scaled(op: str, name: str, values: Typed, scale: Typed, block: tuple[i
         raise ValueError(
             f"{op}: {name}_scale must be f32[{','.join(map(str, expected))}] (one scale per "
             f"{block[0]}x{block[1]} block of {name} {short_type(values)}); got {short_type(scale)}"
-            f"{_then(hint if is_larger else '')}"
+            f"{_then(hint or (cut if is_larger else ''))}"
         )
 
 

@@ -238,7 +238,8 @@ def check_scaled_array(op: str, name: str, x: object) -> None:
         checks.check_scaled(op, f"{name}.transposed", transposed, x.scale, x.block)
     else:
         values = checks.check_array(op, f"{name}.values", x.values)
-        checks.check_scaled(op, name, values, x.scale, x.block)
+        hint = _hint_of_block(x, x.block)
+        checks.check_scaled(op, name, values, x.scale, x.block, hint=hint)
     if x.transposed is None:
         return
     *batch, r, c = x.shape
@@ -248,3 +249,11 @@ def check_scaled_array(op: str, name: str, x: object) -> None:
             f"{op}: {name}.transposed must be None, or {checks.short_type(expected)} with block "
             f"(128, 128); got {checks.short_type(x.transposed)} with block {x.block}"
         )
+
+
+def _hint_of_block(x: ScaledArray, block: object) -> str:
+    """Says what to do about an array of 1x128 blocks whose scale has the shape for squares."""
+    if not isinstance(block, tuple) or block != (1, 128) or x.ndim < 2:
+        return ""
+    is_square = x.scale.shape == formats.scale_shape(x.shape, (128, 128))
+    return "The scale fits block=(128, 128): pass it." if is_square else ""

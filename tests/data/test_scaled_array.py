@@ -165,6 +165,17 @@ def test_broken_invariants_are_told_where_used(make, error, message):
         dequantize(make(q.values, q.scale))
 
 
+@pytest.mark.parametrize("shape", [(129, 257), (2, 256, 64)])
+def test_a_scale_of_squares_without_their_block_is_told(shape):
+    q = quantize(jnp.asarray(random(shape)), block=SQUARE)
+    hint = r" \(one scale per 1x128 .*. The scale fits block=\(128, 128\): pass it.$"
+    with raises(ValueError, match=hint):
+        dequantize(ScaledArray(q.values, q.scale))
+    dequantize(ScaledArray(q.values, q.scale, block=SQUARE))
+    with raises(ValueError, match=r"got f32\[\d.*\]$"):  # of another size it fits neither block
+        dequantize(ScaledArray(q.values, q.scale[..., :0]))
+
+
 def test_dequantize_into_an_unsupported_dtype():
     with raises(TypeError, match="dtype must be bf16, f16 or f32; got s32"):
         dequantize(quantize(jnp.ones((1, 1))), jnp.int32)
