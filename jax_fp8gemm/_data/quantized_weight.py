@@ -98,6 +98,13 @@ class QuantizedWeight:
         """Returns jax_fp8gemm.matmul(lhs, self), by the recipe that the weight is quantised by."""
         return method("matmul")(lhs, self, recipe=self.recipe)
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Raises TypeError; without it NumPy would make an array with one object."""
+        raise TypeError(
+            "QuantizedWeight: its weight must stand for it where NumPy or JAX read an array of "
+            f"numbers; got {checks.short_type(self)}. Use .weight."
+        )
+
     def __getitem__(self, index: Any) -> QuantizedWeight:
         """Returns itself for an ellipsis, as w[...] reads the value of a Variable of Flax."""
         if index is Ellipsis:

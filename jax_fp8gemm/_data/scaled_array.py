@@ -146,6 +146,13 @@ class ScaledArray:
         """Returns jax_fp8gemm.matmul(lhs, self)."""
         return method("matmul")(lhs, self)
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Raises TypeError; without it NumPy would make an array with one object."""
+        raise TypeError(
+            "ScaledArray: it must be dequantised before NumPy or JAX read it as an array of "
+            f"numbers; got {checks.short_type(self)}. Use .dequantize()."
+        )
+
     def __getitem__(self, index: Any) -> ScaledArray:
         """Returns the element, or the elements, of the leading dimensions; r and c stay whole.
 

@@ -7,7 +7,7 @@ import pytest
 import reference
 from errors import raises
 
-from jax_fp8gemm import ScaledArray, dequantize, quantize
+from jax_fp8gemm import ScaledArray, dequantize, quantize, quantize_weight
 
 SQUARE = (128, 128)
 
@@ -174,6 +174,21 @@ def test_a_scale_of_squares_without_their_block_is_told(shape):
     dequantize(ScaledArray(q.values, q.scale, block=SQUARE))
     with raises(ValueError, match=r"got f32\[\d.*\]$"):  # of another size it fits neither block
         dequantize(ScaledArray(q.values, q.scale[..., :0]))
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, np.array, jnp.asarray, jnp.array])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (quantize, r"^ScaledArray: .*; got f8e4m3fn\[4,256\]. Use .dequantize\(\).$"),
+        (quantize_weight, r"^QuantizedWeight: .*; got f32\[4,256\]. Use .weight.$"),
+    ],
+)
+def test_is_no_array_of_numbers(make, message, as_array):
+    """NumPy would make an array of rank 0 that holds one object."""
+    quantised = make(jnp.asarray(random((4, 256))))
+    with raises(TypeError, match=message):
+        as_array(quantised)
 
 
 def test_dequantize_into_an_unsupported_dtype():
