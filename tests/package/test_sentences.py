@@ -119,11 +119,36 @@ FAR = {
 def test_operands_on_different_devices(op):
     near = jax.device_put(X, jax.devices()[0])
     message = (
-        rf"^{op}: operands must be on the same devices; got \w+ f\w+\[4,128\] on cpu:0, .* on cpu:1"
-        r".*\. Move them with jax\.device_put\.$"
+        rf"^{op}: operands must be on the same devices; got [\w.]+ f\w+\[4,128\] on cpu:0, .* on "
+        r"cpu:1.*\. Move them with jax\.device_put\.$"
     )
     with raises(ValueError, match=message):
         FAR[op](near)
+
+
+def test_the_parts_of_an_operand_are_named():
+    near, far = jax.device_put(X, jax.devices()[0]), on_second_device(X)
+    rhs = r"rhs\.values f8e4m3fn\[4,128\] on cpu:1, rhs\.scale f32\[4,1\] on cpu:1\. Move"
+    with raises(ValueError, match=rf"^scaled_matmul: .*; got lhs\.values .* on cpu:0, {rhs}"):
+        fp8.scaled_matmul(fp8.quantize(near), fp8.quantize(far))
+    operands = r"operands\[0\] f32\[4,128\] on cpu:0, operands\[1\] f32\[4,128\] on cpu:1"
+    with raises(ValueError, match=rf"^einsum: .*; got {operands}\. Move"):
+        fp8.einsum("mk,nk->mn", near, far)
+
+
+@pytest.mark.parametrize("call", [fp8.matmul, jax.grad(lambda *xs: fp8.matmul(*xs).sum())])
+def test_operands_off_the_mesh_of_the_context(call):
+    """They agree with each other, and not with jax.set_mesh."""
+    lhs, rhs = (jax.device_put(x, jax.devices()[0]) for x in (X, X.T))
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    of_mesh = r"the mesh of jax\.set_mesh on cpu:0 and 1 more\. Move them onto the mesh with jax"
+    with jax.set_mesh(mesh):
+        with raises(ValueError, match=rf"^matmul: .*, rhs f32\[128,4\] on cpu:0, {of_mesh}"):
+            call(lhs, rhs)
+        lhs, rhs = (jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in (lhs, rhs))
+        call(lhs, rhs)
+        with raises(ValueError, match=rf"^matmul: .*, rhs f32\[128,4\] on cpu:2, {of_mesh}"):
+            call(lhs, jax.device_put(rhs, jax.devices()[2]))
 
 
 def test_devices_of_tracers_are_left_out():
