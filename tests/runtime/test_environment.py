@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,14 @@ def _info_of_cache():
     """As a process says whose environment is the present one."""
     extension._configure()
     return backend_info.backend_info().cache_dir
+
+
+def test_readme_lists_every_variable():
+    name = r"JAX_FP8GEMM_[A-Z_]+"
+    root = Path(__file__).parents[2]
+    listed = re.findall(rf"^\| `({name})", (root / "README.md").read_text(), re.MULTILINE)
+    sources = [path.read_text() for path in (root / "jax_fp8gemm").rglob("*.py")]
+    assert sorted(listed) == sorted({n for text in sources for n in re.findall(name, text)})
 
 
 def test_the_environment_picks_one_nvrtc(monkeypatch):
