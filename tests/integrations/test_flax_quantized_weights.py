@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import reference
 from errors import raises
+from flax import linen as nn
 from flax import nnx
+from flax.errors import ScopeParamShapeError
 
 from jax_fp8gemm import (
     QuantizedWeight,
@@ -18,6 +20,7 @@ from jax_fp8gemm import (
     linen,
     master_weights,
     moe,
+    quantize,
     quantize_weight,
 )
 from jax_fp8gemm import nnx as ours
@@ -190,6 +193,38 @@ def test_weights_for_inference(name):
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs|no gradient"):
         jax.grad(loss)(params, graph, rest)
+
+
+class _Stack(nn.Module):
+    """Three layers, in a scan."""
+
+    @nn.compact
+    def __call__(self, x):
+        step = lambda layer, x, _: (layer(x), None)
+        scan = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return scan(linen.Dense(128, name="layer"), x, None)[0]
+
+
+@pytest.mark.parametrize("with_transpose", [False, True])
+@pytest.mark.parametrize(
+    "module",
+    [linen.Dense(64), linen.DenseGeneral(64, use_bias=False), linen.MoE(CONFIG), _Stack()],
+    ids=["Dense", "DenseGeneral", "MoE", "scan"],
+)
+def test_scaled_arrays_in_linen(module, with_transpose):
+    """The values are stored, whose shape Flax compares with that of the parameter."""
+    variables = module.init(jax.random.key(0), X)
+    quantise = partial(quantize, block=(128, 128))
+    names = {"kernel", "w_gate_up", "w_down", "shared_gate_up", "shared_down"}
+
+    def of(**how):
+        put = lambda path, w: quantise(w, **how) if path[-1].key in names else w
+        return {**variables, "params": jax.tree.map_with_path(put, variables["params"])}
+
+    run = jax.jit(module.apply)
+    reference.assert_same_bits(run(of(with_transpose=with_transpose), X), run(variables, X))
+    with pytest.raises(ScopeParamShapeError):
+        run(of(with_transpose="only"), X)
 
 
 def test_weights_for_inference_of_a_model():
