@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
@@ -96,16 +96,7 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
     except RuntimeError as error:  # which each kernel would repeat
         print(f"precompile needs NVRTC: {error}")
         return 1
-    which = dict(all_formats=all_formats, with_clusters=with_clusters)
-    gemm = all_kernels.gemm_kernels(extension.num_sms(), **which)
-    tasks = [partial(_jit.compile_gemm, config) for config in gemm]
-    for e5m2, pow2_scale in all_kernels.formats(all_formats):
-        configs = quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
-        tasks += [partial(_jit.compile_quantize, config) for config in configs]
-    copies = copy_rows_config.kernel_configs()
-    tasks += [partial(_jit.compile_copy_rows, config) for config in copies]
-    sums = sum_rows_config.kernel_configs()
-    tasks += [partial(_jit.compile_sum_rows, config) for config in sums]
+    tasks = _compilations(all_formats, with_clusters)
     num_failed = num_cached = 0
     # Processes: NVRTC compiles one program at a time in each. They meet in the disk cache.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -121,6 +112,21 @@ def _precompile(all_formats: bool, with_clusters: bool, jobs: int) -> int:
             print(f"[{i}/{len(tasks)}] {_line(report)}", flush=True)
     print(f"{len(tasks) - num_failed} kernels in {name}: {num_cached} were there already")
     return 1 if num_failed else 0
+
+
+def _compilations(all_formats: bool, with_clusters: bool) -> list[Callable[[], CompileReport]]:
+    """Returns the calls that compile everything, one for each kernel."""
+    which = dict(all_formats=all_formats, with_clusters=with_clusters)
+    gemm = all_kernels.gemm_kernels(extension.num_sms(), **which)
+    calls: list[Callable[[], CompileReport]]
+    calls = [partial(_jit.compile_gemm, config) for config in gemm]
+    for e5m2, pow2_scale in all_kernels.formats(all_formats):
+        configs = quantize_config.kernel_configs(e5m2=e5m2, pow2_scale=pow2_scale)
+        calls += [partial(_jit.compile_quantize, config) for config in configs]
+    copies, sums = copy_rows_config.kernel_configs(), sum_rows_config.kernel_configs()
+    calls += [partial(_jit.compile_copy_rows, config) for config in copies]
+    calls += [partial(_jit.compile_sum_rows, config) for config in sums]
+    return calls
 
 
 def _line(report: CompileReport) -> str:

@@ -123,6 +123,14 @@ def test_precompile_without_nvrtc_says_so_once(monkeypatch, tmp_path, capsys):
     assert line.count("Install nvidia-cuda-nvrtc") == 1
 
 
+def test_the_page_says_how_many_kernels_precompile_makes():
+    page = (Path(__file__).parents[2] / "docs" / "cache.md").read_text()
+    (default,) = re.findall(r"`python -m jax_fp8gemm precompile` makes (\d+)\b", page)
+    (all_formats,) = re.findall(r"`--all-formats` makes (\d+)\b", page)
+    found = [len(__main__._compilations(is_all, with_clusters=False)) for is_all in (False, True)]
+    assert found == [int(default), int(all_formats)]
+
+
 def test_the_kernel_sources_are_found():
     folder = Path(environment.source_dir())
     for name in ("groups.cuh", "gemm/gemm.cuh", "quantize/quantize.cuh", "ptx/wgmma.cuh"):
