@@ -68,8 +68,8 @@ struct GroupScan {
 // Returns the row behind the last group, in all lanes of a warp. The groups follow each other.
 __device__ __forceinline__ int end_of_groups(const int* group_sizes, int first_row, int groups,
                                              int m) {
-  // Sums are clamped to m <= 2^30 at each step. One of two such numbers is 2^31 at most, so they are
-  // unsigned.
+  // Sums are clamped to m <= 2^30 at each step. That of two such numbers is 2^31 at most, so they
+  // are unsigned.
   const unsigned most = m;
   unsigned rows = 0;
 #pragma unroll 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
 _PER_WORD = 4  # FP8 values of a uint32
+
+Tree = TypeVar("Tree")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["dtype"])
@@ -46,7 +48,7 @@ def name_residual(name: str, tree: Any) -> Any:
     return jax.tree.map(named, jax.tree.map(_in_words, tree))
 
 
-def read_residuals(tree: Any) -> Any:
+def read_residuals(tree: Tree) -> Tree:
     """Returns what the backward pass reads of a tree with named residuals."""
     is_words = lambda x: isinstance(x, _Words)
     return jax.tree.map(lambda x: _values(x) if is_words(x) else x, tree, is_leaf=is_words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm._data.formats import SCALE_BLOCK, num_blocks, scale_shape
 from jax_fp8gemm._data.scaled_array import ScaledArray, check_scaled_array
 from jax_fp8gemm.checkpoint._checkpoint import Checkpoint, StoredScale
-from jax_fp8gemm.checkpoint._experts import Names, published_names
+from jax_fp8gemm.checkpoint._experts import published_names
 from jax_fp8gemm.checkpoint._orientation import as_stored
 from jax_fp8gemm.checkpoint._placement import to_host
 from jax_fp8gemm.checkpoint._stored import DTYPES, INDEX_NAME
@@ -137,7 +137,7 @@ def _outputs(checkpoint: Checkpoint, name: str) -> Iterator[_Output]:
             yield from _quantised(checkpoint, part, tensor, i, slice(j * rows, (j + 1) * rows))
 
 
-def _check_stack(name: str, tensor: ScaledArray, names: Names) -> None:
+def _check_stack(name: str, tensor: ScaledArray, names: Sequence[Sequence[str]]) -> None:
     """Raises ValueError unless each expert has names, and each of its parts whole scale blocks."""
     num_experts, _, n = tensor.shape
     num_parts = {len(row) for row in names}
