@@ -33,8 +33,8 @@ const Headers& GetHeaders(JitSetup& setup) {
   return setup.headers;
 }
 
-// Everything that the cubin depends on. `fingerprint` stands for the compiler. Returns "" if that is
-// "": no entry is then known to be that compiler's.
+// Everything that the cubin depends on. `fingerprint` stands for the compiler. If that is "", no
+// entry is known to be that compiler's, and this is "" too.
 std::string CacheKey(const KernelSource& source, const Headers& headers,
                      const std::string& fingerprint) {
   if (fingerprint.empty()) return "";
