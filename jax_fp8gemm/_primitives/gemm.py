@@ -42,6 +42,7 @@ from jax_fp8gemm._data.split_k import add_parts
 from jax_fp8gemm._emulation.product import multiply
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm_dims import batch_rule, folded, matrix_shapes, num_batch_dims
+from jax_fp8gemm._primitives.in_place import with_own_buffers
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
@@ -219,7 +220,7 @@ def ffi_call(
     lhs, rhs = (pad(x, 0, -x.shape[1] % 16) for x in (lhs, rhs))
     if is_1d1d or is_2d1d:
         rhs, rhs_scale = pad(rhs, pad_n, 0), pad(rhs_scale, pad_n, 0, 1)
-    accum = [pad(x, 0, pad_n) for x in accum]
+    accum = with_own_buffers([pad(x, 0, pad_n) for x in accum])
     num_sms = max(extension.num_sms(), num_parts)
     spec = dict(
         is_1d1d=is_1d1d,

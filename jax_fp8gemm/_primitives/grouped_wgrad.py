@@ -23,6 +23,7 @@ from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32, product
 from jax_fp8gemm._primitives.define import Forms, MeshRules, define_primitive
 from jax_fp8gemm._primitives.gemm import block_product, k_blocks
+from jax_fp8gemm._primitives.in_place import with_own_buffers
 from jax_fp8gemm._runtime import extension
 from jax_fp8gemm._sharding.manual_axes import constant_like
 from jax_fp8gemm._sharding.partition import Shards
@@ -155,7 +156,7 @@ def _ffi_call(lhs, lhs_scale, rhs, rhs_scale, group_sizes, *accum, is_2d1d: bool
         rhs = jnp.pad(rhs, ((0, pad_n), (0, 0)))
         rhs_scale = jnp.pad(rhs_scale, ((0, pad_n), (0, 0)), constant_values=1)
         accum = [jnp.pad(x, ((0, 0), (0, 0), (0, pad_n))) for x in accum]
-    accum = [x.reshape(g * m, n + pad_n) for x in accum]
+    accum = with_own_buffers([x.reshape(g * m, n + pad_n) for x in accum])
     spec = dict(
         is_1d1d=not is_2d1d,
         transpose_out=is_2d1d,
