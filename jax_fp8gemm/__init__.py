@@ -21,13 +21,13 @@ from jax_fp8gemm._inspect.explain import explain as explain
 from jax_fp8gemm._ops.dot_general import dot_general as dot_general
 from jax_fp8gemm._ops.einsum import einsum as einsum
 from jax_fp8gemm._ops.matmul import matmul as matmul
+from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._ops.quantize import quantize as quantize
 from jax_fp8gemm._ops.quantize import quantize_both as quantize_both
 from jax_fp8gemm._ops.quantize_ragged import quantize_ragged as quantize_ragged
 from jax_fp8gemm._ops.quantize_weight import quantize_weight as quantize_weight
 from jax_fp8gemm._ops.ragged_dot import ragged_dot as ragged_dot
 from jax_fp8gemm._ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
-from jax_fp8gemm._ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_fp8gemm._ops.scaled_matmul import scaled_matmul as scaled_matmul
 from jax_fp8gemm._ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
 from jax_fp8gemm._ops.scaled_ragged_wgrad import scaled_ragged_wgrad as scaled_ragged_wgrad

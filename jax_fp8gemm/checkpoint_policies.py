@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from jax_fp8gemm._ops.residuals import CHECKPOINT_NAMES
+from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES
 from jax_fp8gemm._primitives.gemm_dims import num_batch_dims
 
 _LHS, _RHS, _OUT = CHECKPOINT_NAMES

@@ -34,10 +34,10 @@ from jax_fp8gemm._ops.product_spec import (
     ProductSpec,
     Weights,
     kernel_dtype,
+    name_residual,
     quantize_args,
     with_shardings,
 )
-from jax_fp8gemm._ops.residuals import name_residual, read_residuals
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import kept_and_transposed, refusing_gradients, transposed
 from jax_fp8gemm._primitives.gemm import gemm
@@ -123,7 +123,7 @@ def _product_fwd(spec: ProductSpec, lhs: jax.Array, rhs: Weights) -> tuple[jax.A
 
 
 def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any]:
-    lhs, rhs = read_residuals(kept)
+    lhs, rhs = kept
     args = quantize_args(spec, spec.recipe.bwd)
     if spec.has_fp8_wgrad:
         rows, columns = _rows_and_columns(dout, (1, formats.SCALE_BLOCK), **args)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks, formats
@@ -19,9 +20,11 @@ from jax_fp8gemm._data.recipe import DTYPES, NAMED, REDUCE_DTYPES, Format, Recip
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.precision import XlaPrecision, xla_precision_of
-from jax_fp8gemm._ops.residuals import name_residual
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
+
+# For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
+CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
 
 DType: TypeAlias = np.dtype[Any]
 # The rhs of a product. A QuantizedWeight and a ScaledArray are quantised already. The latter has no
@@ -232,3 +235,9 @@ def quantize_args(spec: ProductSpec, fmt: Format | None) -> QuantizeArgs:
 def kernel_dtype(dtype: DType) -> DType:
     """Returns the dtype that a kernel stores for a result of `dtype`: f32 for one in f16."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+
+
+def name_residual(name: str, tree: Any) -> Any:
+    """Returns `tree` under its name of CHECKPOINT_NAMES: "lhs", "rhs" or "out"."""
+    assert f"fp8gemm_{name}" in CHECKPOINT_NAMES
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"fp8gemm_{name}"), tree)

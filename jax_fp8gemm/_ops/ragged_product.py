@@ -34,10 +34,9 @@ from jax.sharding import PartitionSpec
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
-from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 from jax_fp8gemm._ops.ragged_xla import XlaOptions, xla_ragged_contraction
-from jax_fp8gemm._ops.residuals import name_residual, read_residuals
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import (
     both_ways,
@@ -86,7 +85,7 @@ def _product_fwd(
 
 
 def _product_bwd(spec: ProductSpec, kept: _Kept, dout: jax.Array) -> tuple[jax.Array, Any, None]:
-    lhs, rhs, groups = read_residuals(kept)
+    lhs, rhs, groups = kept
     args = quantize_args(spec, spec.recipe.bwd)
     columns = None
     if spec.has_fp8_wgrad:
@@ -154,7 +153,7 @@ def _contraction_fwd(
 def _contraction_bwd(
     spec: ProductSpec, kept: _KeptRows, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    lhs, rhs, sizes = read_residuals(kept)
+    lhs, rhs, sizes = kept
     assert spec.rhs_dtype is not None
     # Kernels read operands along the contraction. dlhs contracts n and takes dout as it is. drhs
     # contracts k and takes it transposed.

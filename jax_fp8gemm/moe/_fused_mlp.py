@@ -13,8 +13,7 @@ import jax
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
-from jax_fp8gemm._ops.residuals import name_residual, read_residuals
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._primitives.quantize import quantize_rows, rows_and_columns
 from jax_fp8gemm._primitives.quantize_ragged import rows_and_ragged_columns
 from jax_fp8gemm.moe import _mlp_products as products
@@ -47,7 +46,7 @@ def _fwd(specs: Specs, operands: MlpOperands) -> tuple[jax.Array, _Kept]:
 
 
 def _bwd(specs: Specs, kept: _Kept, dout: jax.Array) -> tuple[Any]:
-    x_columns, residuals, w, groups = read_residuals(kept)
+    x_columns, residuals, w, groups = kept
     douts, dout_columns = _rows_and_columns(specs.down, specs.into.recipe.bwd, dout, groups)
     columns = products.Columns(x_columns, dout_columns)
     gradients = products.backward(specs, residuals, w, douts, columns, groups, lambda: dout)

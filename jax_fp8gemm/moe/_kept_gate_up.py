@@ -15,9 +15,8 @@ from jax import lax
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.kept_rounding import rounded
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
-from jax_fp8gemm._ops.residuals import name_residual
 
 KeptGateUp: TypeAlias = jax.Array | ScaledArray
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.recipe import Format
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
-from jax_fp8gemm._ops.residuals import name_residual, read_residuals
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import refusing_gradients
 from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gather_quantize import gather_quantize
@@ -143,7 +142,6 @@ def _layer_fwd(specs: Specs, operands: Operands) -> tuple[jax.Array, Kept]:
 
 
 def _layer_bwd(specs: Specs, kept: Kept, dout: jax.Array) -> tuple[Operands]:
-    kept = read_residuals(kept)
     rows, weights = kept.rows, kept.weights
     is_invariant = specs.into.recipe.batch_invariant
     dweights = dots_of_rows(

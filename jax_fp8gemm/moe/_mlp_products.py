@@ -45,8 +45,7 @@ from jax_fp8gemm._data.groups import Groups
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as, grouped_wgrad_as
 from jax_fp8gemm._ops.product import gemm_as, product_of_rows
-from jax_fp8gemm._ops.product_spec import DType, ProductSpec, quantize_args
-from jax_fp8gemm._ops.residuals import name_residual
+from jax_fp8gemm._ops.product_spec import DType, ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.weights import kept_and_transposed, transposed
 from jax_fp8gemm._primitives.gated import gated_grad, in_pieces, without_pieces
 from jax_fp8gemm._primitives.grouped_gated_gemm import grouped_gated_gemm, is_faster

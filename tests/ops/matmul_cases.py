@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from kept_values import as_values
 
 from jax_fp8gemm import DEEPSEEK_V3, HYBRID, Recipe, matmul
 from jax_fp8gemm._data import checks
@@ -63,8 +62,7 @@ def saved_residuals(function, *args):
     def trace(*args):
         _, pullback = jax.vjp(function, *args)
         leaves = [x for x in jax.tree.leaves(pullback) if hasattr(x, "shape")]
-        kept = [as_values(x) for x in leaves if all(x is not arg for arg in args)]
-        types.extend(map(checks.short_type, kept))
+        types.extend(checks.short_type(x) for x in leaves if all(x is not arg for arg in args))
 
     jax.eval_shape(trace, *args)
     return sorted(t for t in types if not t.startswith("s32"))

@@ -58,10 +58,9 @@ def test_kernels_run_once_and_write_into_the_stacks(name):
     assert found == expected
     if IS_COPIED:
         return
-    # Each computation that updates a slice of stacked FP8 values, which are in words, or of
-    # stacked gradients, has a kernel.
+    # Each computation that updates a slice of FP8 values, or of stacked gradients, has a kernel.
     gradients = "|".join(",".join(map(str, w.shape)) for w in weights)
-    stacks = rf"(?:u32\[[\d,]+\]|bf16\[(?:{gradients})\])"
+    stacks = rf"(?:f8e4m3fn\[[\d,]+\]|bf16\[(?:{gradients})\])"
     updating = computations(text, rf"{stacks}\S* dynamic-update-slice\(")
     assert len(updating) >= 4 and all("custom-call(" in body for body in updating)
 

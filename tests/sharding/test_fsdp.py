@@ -205,11 +205,7 @@ def test_what_layers_gather(policy):
     assert gathered(compiled(jnp.matmul)) == (gathers * HIDDEN**2, 0)
     gathers += num_layers if policy is save_quantized else 0
     blocks = (HIDDEN // 128) ** 2
-    # On a CPU XLA drops the barrier of jax.checkpoint. Values that are gathered again are then the
-    # same array, and count as one (`collectives`); scales do not.
-    is_joined = policy is not None and jax.default_backend() == "cpu"
-    of_values = gathers - (num_layers if is_joined else 0)
-    assert gathered(compiled(matmul)) == (of_values * HIDDEN**2, gathers * blocks)
+    assert gathered(compiled(matmul)) == (gathers * HIDDEN**2, gathers * blocks)
 
 
 def test_experts_gather_each_weight_once():

@@ -39,7 +39,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._ops.residuals import name_residual, read_residuals
+from jax_fp8gemm._ops.product_spec import name_residual
 from jax_fp8gemm.moe._biases import as_biases
 from jax_fp8gemm.moe._kept_gate_up import keep
 from jax_fp8gemm.moe._mlp_products import (
@@ -87,7 +87,7 @@ def _expert_mlp_fwd(spec: ExpertSpec, operands: Operands) -> tuple[jax.Array, tu
 def _expert_mlp_bwd(
     spec: ExpertSpec, residuals: tuple[Kept, Experts], dout: jax.Array
 ) -> tuple[Operands]:
-    kept, w = read_residuals(residuals)
+    kept, w = residuals
     gradients = backward(spec, kept, w, dout)
     biases = as_biases(gradients.biases, w.biases)
     weights = spec.products.gradients_of_weights(gradients.w_gate_up, gradients.w_down)

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.product_spec import type_of
-from jax_fp8gemm._ops.residuals import read_residuals
 from jax_fp8gemm._primitives.whole import whole_matrices
 from jax_fp8gemm._sharding.manual_axes import match_varying
 from jax_fp8gemm.moe._biases import as_biases
@@ -90,7 +89,7 @@ def _bwd(
 ) -> tuple[Operands]:
     summed = tuple(name for name in layout.token_axes if name not in layout.expert_axes)
     partial_spec = _with_partial_sums(spec) if summed else spec
-    kept, w = read_residuals(residuals)
+    kept, w = residuals
     dims = [_scattered_dim(layout, summed, weight.shape) for weight in (w.gate_up, w.down)]
 
     def run(kept: Kept, w: Experts, dout: jax.Array) -> Gradients:

@@ -13,8 +13,7 @@ from jax import lax
 from jax_fp8gemm._data.groups import Groups, group_of_rows
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._ops.grouped_products import grouped_gemm_as
-from jax_fp8gemm._ops.product_spec import ProductSpec, quantize_args
-from jax_fp8gemm._ops.residuals import name_residual
+from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._primitives.sum_rows import sum_rows
 from jax_fp8gemm._primitives.weighted_swiglu_grad import weighted_swiglu_grad_quantize
 from jax_fp8gemm.moe._biases import rows_of_bias
