@@ -3,7 +3,8 @@
 JAX's own errors name custom_vjp, or a primitive of JAX. Two primitives that return their operand
 raise better ones. `_marker` is applied to operands and results of an op; its derivative applies
 `_tangent` to the tangent. Reverse mode transposes `_tangent` and never computes it. Forward mode
-would compute it, and gets the error. Neither primitive leaves anything in a compiled program.
+would compute it, and gets the error. `_refusing_p` and `_undifferentiable_p` raise where what they
+stand for is differentiated at all. None of the four leaves anything in a compiled program.
 """
 
 from __future__ import annotations
