@@ -1,5 +1,7 @@
 """moe_mlp by its kernels, forward and backward."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,8 @@ from kept_gate_up_cases import KEPT, in_one_program, mlp, reference_vjp
 from moe_cases import F, problem, run, truth
 from test_grouped_gpu import SIZES, M
 
-from jax_fp8gemm import DEEPSEEK_V3
+from jax_fp8gemm import DEEPSEEK_V3, Recipe
+from jax_fp8gemm.moe import moe_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +28,27 @@ def test_value_and_gradients_are_those_of_the_fake_quantised_experts(activation)
     for actual, y in zip(found, expected, strict=True):
         assert (actual.dtype, actual.shape) == (jnp.bfloat16, y.shape)
         assert reference.calc_diff(actual, y) < GPU_MLP
+
+
+SQUARE = dict(wgrad_lhs_block=(128, 128))
+E5M2 = dict(bwd="e5m2", pow2_scale=True)
+
+
+@pytest.mark.parametrize("recipe", [{}, SQUARE, E5M2, SQUARE | E5M2], ids=str)
+def test_bits_are_those_of_the_emulation(recipe):
+    """Of tokens whose sizes differ by orders of magnitude, in groups of 144 to 1 and in none."""
+    sizes = jnp.asarray((144, 5, 5, 5, 1), jnp.int32)
+    x, *weights, dout = problem(jnp.bfloat16, m=163, d=128, f=299, g=5)
+    factors = jnp.exp(3 * jax.random.normal(jax.random.key(5), (163, 1)))
+    operands = x * factors.astype(x.dtype), *weights
+
+    @partial(jax.jit, static_argnums=0)
+    def run(implementation, operands, dout):
+        how = dict(recipe=Recipe(**recipe), implementation=implementation)
+        out, pullback = jax.vjp(lambda *args: moe_mlp(*args, sizes, **how), *operands)
+        return out, *pullback(dout)
+
+    assert_all_same_bits(run("cuda", operands, dout), run("emulate", operands, dout))
 
 
 def test_gradients_are_those_of_a_gate_up_that_numpy_rounds():
