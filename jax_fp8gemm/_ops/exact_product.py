@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.kept_rounding import exact_f32, rounded
 from jax_fp8gemm._emulation import f32
-from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
 from jax_fp8gemm._ops.product_spec import ProductSpec
 from jax_fp8gemm._ops.reverse_mode import only_once, reverse_mode
 from jax_fp8gemm._sharding.explicit_axes import with_auto_axes

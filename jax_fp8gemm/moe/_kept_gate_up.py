@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8gemm._data.kept_rounding import rounded
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.kept_rounding import rounded
 from jax_fp8gemm._ops.product_spec import ProductSpec, name_residual, quantize_args
 from jax_fp8gemm._ops.quantize import quantize
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.devices import naming_devices
 from jax_fp8gemm._data.groups import as_int32
-from jax_fp8gemm._ops.kept_rounding import exact_f32, rounded
+from jax_fp8gemm._data.kept_rounding import exact_f32, rounded
 from jax_fp8gemm._ops.reverse_mode import only_once, reverse_mode, transposable_by_none
 from jax_fp8gemm._sharding.manual_axes import match_varying, replicate
 from jax_fp8gemm.moe._choices import inverse, sort_choices, take_rows

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import arrays, checks, formats
-from jax_fp8gemm._ops.kept_rounding import add_flushed, exact_f32
+from jax_fp8gemm._data.kept_rounding import add_flushed, exact_f32
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._choices import count_choices

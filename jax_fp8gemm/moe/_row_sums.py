@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._ops.kept_rounding import exact_f32, halves, rounded
+from jax_fp8gemm._data.kept_rounding import exact_f32, halves, rounded
 from jax_fp8gemm.moe._choices import take_rows
 
 _BLOCK = 128

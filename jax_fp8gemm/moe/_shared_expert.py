@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import checks
-from jax_fp8gemm._ops.kept_rounding import add_rounded
+from jax_fp8gemm._data.kept_rounding import add_rounded
 from jax_fp8gemm._ops.weights import refusing_gradients
 from jax_fp8gemm.moe._gated_mlp import check_gated_mlp, gated_mlp
 from jax_fp8gemm.moe._operands import Weights

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._data.kept_rounding import add_rounded, exact_f32, rounded
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
-from jax_fp8gemm._ops.kept_rounding import add_rounded, exact_f32, rounded
 from jax_fp8gemm._ops.matmul import matmul
 from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm.moe._gated_mlp import gated_mlp

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8gemm._ops import kept_rounding
+from jax_fp8gemm._data import kept_rounding
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
