@@ -23,13 +23,28 @@ _EXPONENT = _U(0x7F800000)
 
 @jax.custom_jvp
 def exact_f32(x: jax.Array) -> jax.Array:
-    """Returns bf16, f16 or f32 x in f32, after its rounding to its dtype."""
-    if x.dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
+    """Returns widened(x), for an f16 x with 0 in the place of subnormal numbers."""
     if x.dtype == jnp.float16:
         return lax.reduce_precision(x.astype(jnp.float32), 5, 10)
-    return x
+    return widened(x)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """Returns bf16, f16 or f32 x in f32, after its rounding to its dtype. It has no derivative."""
+    if x.dtype == jnp.float32:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    bits = bits << 16 if x.dtype == jnp.bfloat16 else _bits_of_f16(bits)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits_of_f16(bits: jax.Array) -> jax.Array:
+    """Returns the bits of the f32 that is the number with these bits as an f16."""
+    size = bits & _U(0x7FFF)
+    exponent = jnp.where(size < _U(0x7C00), _U((127 - 15) << 23), _U((255 - 31) << 23))
+    subnormal = lax.bitcast_convert_type(size.astype(jnp.float32) * np.float32(2**-24), jnp.uint32)
+    f32_size = jnp.where(size < _U(1 << 10), subnormal, (size << 13) + exponent)
+    return ((bits & _U(0x8000)) << 16) | f32_size
 
 
 def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8gemm._data.activation import Activation, ClampedSwiglu
+from jax_fp8gemm._data.kept_rounding import widened
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._emulation.approximations import ex2, rcp
 from jax_fp8gemm._emulation.f32 import Bits, add, constant, fma, mul
@@ -30,7 +31,7 @@ def gated(gate_up: jax.Array, activation: Activation = "silu") -> jax.Array:
 def gated_grad(gate_up: jax.Array, dh: jax.Array, activation: Activation = "silu") -> jax.Array:
     """Returns [dgate, dup], f32 (m, 2 f), for the cotangent dh (m, f) of h."""
     gate, up = _halves(gate_up)
-    dh_bits = f32.to_bits(dh.astype(jnp.float32))
+    dh_bits = f32.to_bits(widened(dh))
     act = _act(activation, gate, up)
     dgate = mul(mul(dh_bits, act.factor), act.slope)
     dup = mul(dh_bits, act.value)
@@ -50,7 +51,7 @@ class _Act(NamedTuple):
 
 
 def _halves(gate_up: jax.Array) -> list[Bits]:
-    return jnp.split(f32.to_bits(gate_up.astype(jnp.float32)), 2, axis=1)
+    return jnp.split(f32.to_bits(widened(gate_up)), 2, axis=1)
 
 
 def _act(activation: Activation, gate: Bits, up: Bits) -> _Act:

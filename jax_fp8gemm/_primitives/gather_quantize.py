@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.dequantize import spread_scale
+from jax_fp8gemm._data.kept_rounding import widened
 from jax_fp8gemm._data.scaled_array import ScaledArray, values_and_scale
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._primitives import modes
@@ -126,7 +127,7 @@ def gathered(
         spread = spread_scale(take(scale[0]), values.shape, (1, 128))
         y = multiply(values.astype(jnp.float32), spread)
     else:
-        y = take(x).astype(jnp.float32)
+        y = widened(take(x))
     if weights:
         y = multiply(y, weights[0][:, None])
     return y

@@ -25,6 +25,7 @@ from jax.interpreters import batching, mlir, xla
 
 from jax_fp8gemm._data import rounding
 from jax_fp8gemm._data.formats import SCALE_BLOCK
+from jax_fp8gemm._data.kept_rounding import widened
 from jax_fp8gemm._runtime import extension
 
 
@@ -56,7 +57,7 @@ def _in_plain_jax(x, *, is_square: bool, is_transposed: bool, e5m2: bool, pow2_s
     if x.ndim > 2:
         how = dict(is_square=is_square, is_transposed=is_transposed)
         return jax.vmap(partial(_in_plain_jax, **how, e5m2=e5m2, pow2_scale=pow2_scale))(x)
-    x = x.astype(jnp.float32)
+    x = widened(x)
     block_m = SCALE_BLOCK if is_square else 1
     return rounding.quantize_blocks(x.T if is_transposed else x, block_m, e5m2, pow2_scale)
 

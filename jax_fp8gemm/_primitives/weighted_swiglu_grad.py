@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax_fp8gemm._data import checks, formats
 from jax_fp8gemm._data import groups as _groups
 from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._data.kept_rounding import widened
 from jax_fp8gemm._data.scaled_array import ScaledArray
 from jax_fp8gemm._emulation import f32
 from jax_fp8gemm._emulation import gated as emulated
@@ -131,7 +132,7 @@ def _emulated_dots(h: jax.Array, dh: jax.Array) -> jax.Array:
     padding = (0, 0), (0, -h.shape[1] % formats.SCALE_BLOCK)
     num_threads = formats.SCALE_BLOCK // _FEATURES_OF_A_THREAD
     shape = h.shape[0], formats.num_blocks(h.shape[1]), num_threads, _FEATURES_OF_A_THREAD
-    h, dh = (f32.to_bits(jnp.pad(x.astype(jnp.float32), padding)).reshape(shape) for x in (h, dh))
+    h, dh = (f32.to_bits(jnp.pad(widened(x), padding)).reshape(shape) for x in (h, dh))
     sums = jnp.zeros_like(h[..., 0])
     for feature in range(_FEATURES_OF_A_THREAD):
         sums = f32.fma(h[..., feature], dh[..., feature], sums)
@@ -142,7 +143,7 @@ def _emulated_dots(h: jax.Array, dh: jax.Array) -> jax.Array:
 
 
 def _emulation(gate_up, dh, weights, *of_groups, activation: Activation, **params):
-    weighted = f32.multiply(dh.astype(jnp.float32), weights[:, None])
+    weighted = f32.multiply(widened(dh), weights[:, None])
     if dh.dtype == jnp.bfloat16:
         weighted = f32.to_bfloat16(f32.to_bits(weighted))
     da = emulated.gated_grad(gate_up, weighted, activation)

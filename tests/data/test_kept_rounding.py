@@ -1,4 +1,4 @@
-"""Exact sums and roundings have the derivatives of sums and of the identity."""
+"""Exact sums and roundings: their values, and the derivatives of sums and of the identity."""
 
 from functools import partial
 
@@ -6,10 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
 from jax_fp8gemm._data import kept_rounding
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_each_number_of_16_bits_is_the_same_number_in_f32(dtype):
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    found = jax.jit(kept_rounding.widened)(jnp.asarray(bits.view(dtype)))
+    expected = bits.view(dtype).astype(np.float32)
+    finite = np.isfinite(expected)
+    reference.assert_same_bits(found[finite], expected[finite])
+    np.testing.assert_array_equal(found, expected)  # also Infs and NaNs
 
 
 @DTYPES

@@ -128,6 +128,18 @@ def test_bits_on_ragged_shapes_and_special_values(mode, dtype, fmt, pow2):
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("implementation", (gpu_cases.IMPLEMENTATION, "xla"))
+def test_a_rounding_in_front_of_it_stays(dtype, implementation):
+    """XLA would compute in f32 what a program rounds to 16 bits and back."""
+    x = np.random.default_rng(10).standard_normal((64, 256), np.float32)
+    run = jax.jit(lambda x: jf.quantize(x.astype(dtype), implementation=implementation))
+    q = run(x)
+    values, scale = reference.quantize(x.astype(dtype))
+    reference.assert_same_bits(q.scale, scale)
+    reference.assert_same_bits(q.values, values)
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 @formats
 @pow2
 def test_every_16_bit_value(dtype, fmt, pow2):

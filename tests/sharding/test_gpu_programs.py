@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_fp8gemm
 from benchmarks.case import peak_bytes
 from benchmarks.families import expert_parallel, fsdp, hlo_text, mesh
 from benchmarks.families.exchanges import parse_mode
@@ -182,6 +183,19 @@ def test_a_forward_pass_quantises_weights_transposed_alone():
     quantised = re.findall(r" = \((.*?)\) custom-call\(.*jax_fp8gemm_quantize", text)
     shapes = [re.findall(r"f8e4m3fn\[([\d,]+)\]", result) for result in quantised]
     assert sorted(shapes) == [["16,4096,7168"], ["16,7168,2048"], ["8192,7168"]]
+
+
+# What runs on GPUs that are not Hopper ones
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_reference_quantises_what_a_program_rounds_to(dtype):
+    run = lambda x: jax_fp8gemm.quantize(x.astype(dtype), implementation="xla")
+    sharding = NamedSharding(gpu_topology.mesh(mesh.AXIS), P())
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=sharding)
+    program = jax.jit(run).lower(x).compile(compiler_options=gpu_topology.COMPILER_OPTIONS)
+    name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+    assert f" {name}[64,256]" in program.as_text()
 
 
 # Weights sharded over the GPUs that share the tokens
