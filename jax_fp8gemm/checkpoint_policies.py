@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import Primitive
 
 from jax_fp8gemm._ops.product_spec import CHECKPOINT_NAMES
+from jax_fp8gemm._primitives import modes
 from jax_fp8gemm._primitives.gemm_dims import num_batch_dims
 
 _LHS, _RHS, _OUT = CHECKPOINT_NAMES
@@ -40,3 +41,18 @@ dots_with_no_batch_dims_saveable = _jax.save_from_both_policies(
 )
 """Saves what JAX's policy of this name saves, and results of our products that have no batch
 dimensions. A group of rows is none."""
+
+# What may stand between a weight and its quantisation. Each takes little to compute again.
+_PARTS_OF_ARRAYS = ("slice", "dynamic_slice", "squeeze", "reshape", "transpose")
+_STEPS_OF_WEIGHTS = (*_PARTS_OF_ARRAYS, "convert_element_type", "sharding_constraint")
+
+
+def save_all_but_weights(primitive: Primitive, *operands: Any, **params: Any) -> bool:
+    """Saves what is saved without jax.checkpoint, but for quantised weights. The backward pass
+    quantises them again. It also repeats casts, slices, transpositions and sharding constraints,
+    through which a weight may have come."""
+    if primitive.name == "name":
+        return params["name"] != _RHS
+    if primitive.name == "jax_fp8gemm_quantize":
+        return params["mode"] not in modes.SQUARE
+    return primitive.name not in _STEPS_OF_WEIGHTS

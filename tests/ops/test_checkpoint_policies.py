@@ -1,10 +1,12 @@
 """What each policy of jax.checkpoint saves of our products, and how many products run again."""
 
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import assert_all_same_bits
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType
@@ -77,6 +79,7 @@ def _count(jaxpr):
     return sum(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) + sum(map(_count, inner))
 
 
+ALL_BUT_WEIGHTS = checkpoint_policies.save_all_but_weights
 ONCE = LAYERS + DLHS + DRHS
 
 
@@ -135,6 +138,54 @@ def test_what_a_policy_saves(name, saved):
     run = model(matmul, getattr(checkpoint_policies, name))
     found = saved_residuals(lambda x, *weights: run(weights, x), struct(M, K), *MATRIX)
     assert found == sorted(saved)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_all_but_weights_runs_no_product_again(name):
+    expected = num_products(*OURS[name], jax.checkpoint_policies.everything_saveable)
+    assert num_products(*OURS[name], checkpoint_policies.save_all_but_weights) == expected
+
+
+def of_slices(product):
+    """The product with the transpose of a slice of an f32 weight (2, n, k), which is cast."""
+    return lambda x, w: product(x, w[1].T.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_all_but_weights_saves_all_but_weights(is_sliced):
+    product, weights = matmul, MATRIX
+    if is_sliced:
+        product, weights = (
+            of_slices(matmul),
+            [jax.ShapeDtypeStruct((2, K, K), jnp.float32)] * LAYERS,
+        )
+
+    def saved(policy):
+        run = model(product, policy)
+        return Counter(saved_residuals(lambda x, *ws: run(ws, x), struct(M, K), *weights))
+
+    found, all_ = map(saved, (ALL_BUT_WEIGHTS, jax.checkpoint_policies.everything_saveable))
+    assert all_ - found == Counter([*RHS] * LAYERS)
+    assert found - all_ == Counter()
+
+
+@pytest.mark.parametrize("product", [matmul, of_slices(matmul)], ids=["bf16", "slices"])
+def test_gradients_with_weights_quantised_again_have_the_same_bits(product):
+    shape = (LAYERS, K, K) if product is matmul else (LAYERS, 2, K, K)
+    x, weights = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(jax.random.split(jax.random.key(0)), [(M, K), shape], strict=True)
+    )
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(again, x, weights):
+        layer = lambda x, w: x + product(jax.nn.silu(x), w)
+        if again:
+            layer = jax.checkpoint(layer, policy=ALL_BUT_WEIGHTS, prevent_cse=False)
+        run = lambda x, ws: jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]
+        return jax.grad(lambda *args: run(*args).astype(jnp.float32).sum(), (0, 1))(x, weights)
+
+    assert_all_same_bits(gradients(True, x, weights), gradients(False, x, weights))
 
 
 def test_policies_join():

@@ -29,6 +29,9 @@ REMAT = {
     "quantised kept": lambda layer: jax.checkpoint(
         layer, policy=checkpoint_policies.save_quantized, prevent_cse=False
     ),
+    "weights again": lambda layer: jax.checkpoint(
+        layer, policy=checkpoint_policies.save_all_but_weights, prevent_cse=False
+    ),
 }
 
 

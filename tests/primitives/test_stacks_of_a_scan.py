@@ -65,6 +65,22 @@ def test_kernels_run_once_and_write_into_the_stacks(name):
     assert len(updating) >= 4 and all("custom-call(" in body for body in updating)
 
 
+@pytest.mark.parametrize("name", scan.LAYERS)
+def test_weights_that_are_quantised_again_are_in_no_stack(name):
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    shapes = scan.weight_shapes(name, 256, 512)
+    weights = [bf16(scan.NUM_LAYERS, *shape) for shape in shapes]
+
+    def stacks(remat):
+        layer = scan.REMAT[remat](scan.LAYERS[name])
+        text = text_of(partial(scan.gradients, layer), weights, bf16(768, 256))
+        both_ways = [*shapes, *((*batch, n, k) for *batch, k, n in shapes)]
+        stacked = (",".join(map(str, (scan.NUM_LAYERS, *shape))) for shape in both_ways)
+        return set(re.findall(rf"f8e4m3fn\[(?:{'|'.join(stacked)})\]", text))
+
+    assert stacks("kept") and not stacks("weights again")
+
+
 @pytest.mark.parametrize("m", [4, 64])
 def test_products_read_the_slices_of_a_stack_where_they_are(m):
     """Layers in a scan, and inside of a loop over tokens, with weights quantised before."""
