@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jax_fp8gemm._data import checks
 from jax_fp8gemm.checkpoint._checkpoint import Checkpoint
 from jax_fp8gemm.checkpoint._experts import stack_experts as stack
 from jax_fp8gemm.checkpoint._mxfp4 import RepackedValues
@@ -49,6 +50,8 @@ def load(
         message names the file and the tensor.
     """
     check_shardings(shardings)
+    if names is not None and not isinstance(names, str):
+        refuse("names must be a regular expression, a string, or None", checks.short_repr(names))
     tensors = find_tensors(Path(path))
     try:
         chosen = {name for name in tensors if names is None or re.search(names, name)}
@@ -57,7 +60,8 @@ def load(
     weights = make_weights(tensors, chosen)
     if not weights:
         given = "no tensor" if names is None else repr(names)
-        refuse("names must be found in the name of a tensor", f"{given} for {path}")
+        must = "names must be found in the name of a tensor that is not the scale of another"
+        refuse(must, f"{given} for {path}")
     loose, stacks = weights, {}
     if stack_experts:
         loose, stacks = stack(weights)

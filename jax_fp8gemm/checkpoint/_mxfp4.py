@@ -40,7 +40,7 @@ def _block_scale(groups: np.ndarray) -> np.ndarray:
     per_block = SCALE_BLOCK // GROUP
     rows, columns = groups.shape
     padded = np.pad(groups, ((0, -rows % SCALE_BLOCK), (0, -columns % per_block)))
-    tiles = padded.reshape(num_blocks(rows), SCALE_BLOCK, -1, per_block)
+    tiles = padded.reshape(num_blocks(rows), SCALE_BLOCK, num_blocks(columns * GROUP), per_block)
     return np.maximum(tiles.max(axis=(1, 3), initial=0) / 64, _SMALLEST)
 
 
@@ -95,7 +95,8 @@ class RepackedValues:
             slice(columns.start // per_item, columns.stop // per_item),
         )
         packed, groups = self.packed.read(cut(2)).view(np.uint8), self.groups.read(cut(GROUP))
-        values = _E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(rows), -1)]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(rows), len(columns))
+        values = _E2M1[codes]
         groups = groups.astype(np.float32)
         block = _spread(_block_scale(groups), (SCALE_BLOCK, SCALE_BLOCK), values.shape)
         values *= _spread(groups, (1, GROUP), values.shape) / block

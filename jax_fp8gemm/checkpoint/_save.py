@@ -20,6 +20,7 @@ from jax_fp8gemm.checkpoint._experts import published_names
 from jax_fp8gemm.checkpoint._orientation import as_stored
 from jax_fp8gemm.checkpoint._placement import to_host
 from jax_fp8gemm.checkpoint._stored import DTYPES, INDEX_NAME
+from jax_fp8gemm.checkpoint._weights import LARGEST_SCALE
 
 _OP = "checkpoint.save"
 # What Hugging Face's transformers asks of every file.
@@ -34,6 +35,7 @@ class _Output:
     shape: tuple[int, ...]
     dtype: np.dtype
     fetch: Callable[[], np.ndarray]
+    is_scale: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -56,8 +58,10 @@ def save(
         host holds those of one file at a time. Several files come with an index.
     Raises:
       ValueError: the folder holds safetensors files, two tensors have one name, an array has shards
-        on other processes, or a scale cannot be written exactly in the dtype it came in.
-      TypeError: what is no array, or has a dtype that safetensors does not know.
+        on other processes, a scale cannot be written exactly in the dtype it came in, or load would
+        refuse it. Nothing is written then.
+      TypeError: what is no array, has a dtype that safetensors does not know, or a name that is no
+        string.
       ModuleNotFoundError: safetensors is not installed.
     """
     from safetensors.numpy import save_file
@@ -67,6 +71,9 @@ def save(
             f"{_OP}: checkpoint must be a Checkpoint; got {type(checkpoint).__name__}. "
             "Wrap a dictionary of tensors: Checkpoint(tensors)."
         )
+    if not isinstance(max_file_bytes, int):
+        given = checks.short_repr(max_file_bytes)
+        raise TypeError(f"{_OP}: max_file_bytes must be an integer; got {given}")
     folder = Path(path)
     outputs = [o for name in checkpoint.tensors for o in _outputs(checkpoint, name)]
     _check_outputs(folder, outputs)
@@ -99,6 +106,9 @@ def _check_outputs(folder: Path, outputs: list[_Output]) -> None:
         if output.name in names:
             raise ValueError(f"{_OP}: a name must stand for one tensor; got {output.name} twice")
         names.add(output.name)
+    for output in outputs:
+        if output.is_scale:
+            output.fetch()  # raises for a scale that cannot be saved, before a file is written
 
 
 def _split(outputs: list[_Output], max_file_bytes: int) -> list[list[_Output]]:
@@ -115,6 +125,10 @@ def _split(outputs: list[_Output], max_file_bytes: int) -> list[list[_Output]]:
 
 def _outputs(checkpoint: Checkpoint, name: str) -> Iterator[_Output]:
     """Yields what is written for an entry of the checkpoint."""
+    if not isinstance(name, str):
+        raise TypeError(f"{_OP}: a name must be a string; got {checks.short_repr(name)}")
+    if name == "__metadata__":
+        raise ValueError(f"{_OP}: a name must not be that of a file's metadata; got {name!r}")
     tensor = checkpoint.tensors[name]
     if not isinstance(tensor, ScaledArray):
         checks.check_array(_OP, name, tensor)
@@ -140,6 +154,8 @@ def _outputs(checkpoint: Checkpoint, name: str) -> Iterator[_Output]:
 def _check_stack(name: str, tensor: ScaledArray, names: Sequence[Sequence[str]]) -> None:
     """Raises ValueError unless each expert has names, and each of its parts whole scale blocks."""
     num_experts, _, n = tensor.shape
+    if not num_experts:
+        raise ValueError(f"{_OP}: a stack must hold an expert; got {name} with none")
     num_parts = {len(row) for row in names}
     is_whole = num_parts <= {1} or n % (max(num_parts) * SCALE_BLOCK) == 0
     if len(names) == num_experts and len(num_parts) <= 1 and is_whole:
@@ -175,11 +191,26 @@ def _quantised(
         scale_shape(shape, (SCALE_BLOCK, SCALE_BLOCK)),
         stored.dtype,
         lambda: _exact_scale(scale(), stored),
+        is_scale=True,
     )
 
 
 def _exact_scale(scale: np.ndarray, stored: StoredScale) -> np.ndarray:
-    """Returns the scale in its stored dtype. Raises ValueError unless that is exact."""
+    """Returns the scale in its stored dtype.
+
+    Raises ValueError unless that is exact, and load takes it.
+    """
+    if not np.all(np.isfinite(scale)):
+        raise ValueError(
+            f"{_OP}: a weight must be finite, and so its scales; got a scale that is not for "
+            f"{stored.name}. A block with a NaN or an Inf has the scale NaN."
+        )
+    if scale.size and np.median(scale) > LARGEST_SCALE:
+        raise ValueError(
+            f"{_OP}: half of the scales of a weight must be at most {LARGEST_SCALE:g}, because "
+            f"load takes larger ones for reciprocals; got a median of {np.median(scale):g} for "
+            f"{stored.name}"
+        )
     cast = scale.astype(stored.dtype)
     if not np.array_equal(cast.astype(np.float32), scale, equal_nan=True):
         raise ValueError(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +22,7 @@ import numpy as np
 from jax_fp8gemm._data import checks
 
 INDEX_NAME = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -98,6 +102,7 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
     if not files:
         then = "" if path.exists() else _NO_PATH
         refuse("path must be a safetensors file or a folder of them", str(path), then)
+    _check_numbered(files)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in _file_tensors(file).items():
@@ -106,6 +111,20 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
                 refuse("a tensor must be in one file", got, f"Remove one, or add {INDEX_NAME}.")
             tensors[name] = tensor
     return tensors
+
+
+def _check_numbered(files: Sequence[Path]) -> None:
+    """Raises ValueError unless files whose names count them, "-00001-of-00002", are all there."""
+    numbers: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for file in files:
+        if match := _NUMBERED.fullmatch(file.name):
+            numbers[match[1], match[3]].add(int(match[2]))
+    for (start, total), found in numbers.items():
+        missing = [i for i in range(1, int(total) + 1) if i not in found]
+        if missing:
+            name = f"{start}-{missing[0]:0{len(total)}}-of-{total}.safetensors"
+            got = f"{len(found)} of {int(total)} files, without {name}, in {files[0].parent}"
+            refuse("a folder must hold all files that their names count", got, "Add the others.")
 
 
 def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:

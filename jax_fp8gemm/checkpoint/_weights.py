@@ -26,7 +26,7 @@ from jax_fp8gemm.checkpoint._stored import StoredTensor, refuse
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), _E8M0)
 # Above every scale of a layer: the magnitudes of its block would reach 16 * 448.
-_LARGEST_SCALE = 16.0
+LARGEST_SCALE = 16.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ def _make(tensors: Mapping[str, StoredTensor], values: StoredTensor, scales: lis
         got = f"{' and '.join(scales) or f'no {values.name}_scale_inv'} for {values}"
         refuse("an FP8 or FP4 weight must have one scale", got)
     scale = tensors[scales[0]]
+    if not is_fp8 and scale.dtype != _E8M0:
+        must = "an int8 or uint8 weight with a scale must be packed FP4, its scale float8_e8m0fnu"
+        refuse(must, f"{values} with {scale}", "8-bit integer weights cannot be loaded.")
     stored = StoredScale(scale.name, scale.dtype)
     if is_fp8:
         if len(values.shape) < 2:
@@ -96,7 +99,7 @@ def _check_scale(
         where = tuple(map(int, np.argwhere(wrong)[0]))
         got = f"{entries[where]} at {where} of {scale}"
         refuse("scales must be finite and positive", got, "Download the file again.")
-    if entries.size and np.median(entries) > _LARGEST_SCALE:
+    if entries.size and np.median(entries) > LARGEST_SCALE:
         got = f"a median of {np.median(entries):g} in {scale}"
         then = "This looks like the reciprocal: store amax / 448, not 448 / amax."
         refuse("real must be value * scale, with scales far below 1", got, then)

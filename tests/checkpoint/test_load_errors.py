@@ -189,6 +189,16 @@ def test_names(tmp_path):
     file = files.write(tmp_path / "x.safetensors", GOOD)
     refused(file, "must be found", "'nothing'", names="nothing")
     refused(file, "regular expression", "'('", names="(")
+    refused(file, "that is not the scale of another", "'scale_inv'", names="scale_inv")
+    with without_annotation_checks():
+        refused(file, "a string, or None", "['a']", names=["a"])
+
+
+def test_numbered_files_of_which_one_is_missing(tmp_path):
+    folder = files.write_shards(tmp_path / "x", *({name: GOOD["b"]} for name in "abc"))
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refused(folder, "all files that their names count", "2 of 3", "model-00002-of-00003")
 
 
 LAYER = "model.layers.0.mlp"

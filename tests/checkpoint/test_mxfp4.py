@@ -23,7 +23,7 @@ def mxfp4(name, n, k, spread=3, seed=0):
     return tensors, codes.view(E2M1).astype(np.float64) * np.repeat(scale, 32, axis=1)
 
 
-@pytest.mark.parametrize("n, k", [(256, 256), (128, 32), (200, 416), (1, 128)])
+@pytest.mark.parametrize("n, k", [(256, 256), (128, 32), (200, 416), (1, 128), (0, 64)])
 def test_repacking_is_exact(tmp_path, n, k):
     tensors, real = mxfp4("a", n, k)
     loaded = checkpoint.load(files.write(tmp_path / "x.safetensors", tensors))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import checkpoint_files as files
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from errors import raises
+from errors import raises, without_annotation_checks
 from safetensors import safe_open
 
 from jax_fp8gemm import checkpoint, quantize
@@ -100,13 +101,15 @@ def test_changed_weights_keep_their_layout(tmp_path):
         checkpoint.save(tmp_path / "inexact", changed)
 
 
-SQUARE = quantize(jnp.ones((128, 128)), block=(128, 128))
+square_of = partial(quantize, block=(128, 128))
+SQUARE = square_of(jnp.ones((128, 128)))
+NO_EXPERTS = square_of(jnp.ones((0, 128, 128)))
 
 
 def test_arrays_of_numpy_in_any_order(tmp_path):
     """A file holds what an array says, whatever its memory holds."""
     w = np.arange(12, dtype=np.float32).reshape(3, 4)
-    square = quantize(jnp.arange(128 * 256.0).reshape(128, 256), block=(128, 128))
+    square = square_of(jnp.arange(128 * 256.0).reshape(128, 256) / 128)
     on_host = jax.device_get(square)
     tensors = {
         "turned": w.T,
@@ -154,6 +157,15 @@ def test_stacks_whose_parts_do_not_fit(tmp_path, experts, names, got):
             ValueError,
             'must be named "<layer>.experts.w_gate_up"',
         ),
+        # What load refuses.
+        ({"a": square_of(jnp.full((128, 128), jnp.nan))}, ValueError, "must be finite, .* a_scale"),
+        (
+            {"a": square_of(jnp.full((9, 128), 1e5))},
+            ValueError,
+            "median of 223.2.* for a_scale_inv",
+        ),
+        ({"experts.w_down": NO_EXPERTS}, ValueError, "an expert; got experts.w_down with none"),
+        ({"__metadata__": jnp.ones(2)}, ValueError, "a file's metadata; got '__metadata__'"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, tensors, error, message):
@@ -169,6 +181,21 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="must be a folder without safetensors files; got .*model"):
         checkpoint.save(tmp_path, dataclasses.replace(saved, tensors={"a": jnp.zeros(2)}))
     files.assert_same_tensors(files.read(tmp_path), before)
+
+
+def test_names_are_strings(tmp_path):
+    with without_annotation_checks():
+        saved = checkpoint.Checkpoint({3: jnp.ones(2)})
+        with raises(TypeError, match="^checkpoint.save: a name must be a string; got 3$"):
+            checkpoint.save(tmp_path, saved)
+
+
+def test_a_file_must_hold_a_number_of_bytes(tmp_path):
+    with (
+        without_annotation_checks(),
+        raises(TypeError, match="max_file_bytes must be an integer; got None"),
+    ):
+        checkpoint.save(tmp_path, checkpoint.Checkpoint({}), max_file_bytes=None)
 
 
 def test_a_dictionary_is_no_checkpoint(tmp_path):
