@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.export
@@ -112,6 +112,14 @@ class QuantizedWeight:
         raise IndexError(
             f"QuantizedWeight: index must be an ellipsis; got {checks.short_repr(index)}. Index "
             "the weight before quantize_weight, or map a function over leading dimensions."
+        )
+
+    def __iter__(self) -> NoReturn:
+        """Raises TypeError; without it Python would iterate by __getitem__, over nothing."""
+        raise TypeError(
+            "QuantizedWeight: it cannot be iterated over; "
+            f"got {checks.short_type(self)}. Map a function over leading dimensions with "
+            "jax.lax.scan or jax.vmap, or iterate over .weight before quantize_weight."
         )
 
     def __repr__(self) -> str:

@@ -329,6 +329,10 @@ def test_numpy_and_export():
             r"quantize_weight: contracting must name dimensions of w, each once; got 2, w f32",
         ),
         (lambda x, w: quantize_weight(w)[0], r"QuantizedWeight: index must be an ellipsis; got 0"),
+        (
+            lambda x, w: list(quantize_weight(w)),
+            r"QuantizedWeight: it cannot be iterated over; got",
+        ),
     ],
 )
 def test_sentences(call, message):
