@@ -55,7 +55,8 @@ def in_pieces(x: jax.Array, pieces: int, dim: int) -> jax.Array:
 def _exchange(x: jax.Array, parts: tuple[int, int], dim: int) -> jax.Array:
     if 1 in parts:
         return x
-    divided = x.reshape(*x.shape[:dim], *parts, -1, *x.shape[dim + 1 :])
+    features = x.shape[dim] // (parts[0] * parts[1])
+    divided = x.reshape(*x.shape[:dim], *parts, features, *x.shape[dim + 1 :])
     return divided.swapaxes(dim, dim + 1).reshape(x.shape)
 
 

@@ -137,6 +137,16 @@ def test_pieces_on_one_device(name):
     assert_diff_below(MLP[jnp.float32], [dx_found], [dx])
 
 
+def test_pieces_of_no_tokens():
+    w_gate_up, _ = to_pieces(W_GATE_UP, None)
+    none = jnp.zeros_like(SIZES)
+    run = lambda x, *ws: moe_mlp(x, *ws, none, gate_up_pieces=PIECES)
+    out, pullback = jax.vjp(run, X[:0], w_gate_up, W_DOWN)
+    gradients = pullback(out)
+    assert out.shape == gradients[0].shape == (0, X.shape[1])
+    assert not any(jnp.any(gradient) for gradient in gradients)
+
+
 def on_mesh(on, rows, kind):
     """The compiled program, and its results on a mesh whose axis "y" cuts the features."""
     recipe, activation, has_biases = kind
