@@ -165,5 +165,7 @@ def _local_groups(group_sizes: jax.Array, group_offset: jax.Array | None, m: int
     if group_offset is None:
         return Groups.of_sizes(group_sizes)
     starts, ends = _groups.row_ranges(*Groups.of_sizes(group_sizes), m)
-    sizes = lax.dynamic_slice_in_dim(ends - starts, group_offset[0], g)
-    return Groups(sizes, lax.dynamic_slice_in_dim(starts, group_offset[0], g)[:1])
+    # NOTE: XLA's own clamp is lost where it divides the slice among devices.
+    first = jnp.clip(group_offset[0], 0, starts.shape[0] - g)
+    sizes = lax.dynamic_slice_in_dim(ends - starts, first, g)
+    return Groups(sizes, lax.dynamic_slice_in_dim(starts, first, g)[:1])

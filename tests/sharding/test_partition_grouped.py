@@ -27,6 +27,7 @@ from test_partition import (
 )
 
 from jax_fp8gemm import (
+    BF16,
     Recipe,
     ScaledArray,
     quantize,
@@ -254,6 +255,21 @@ def test_vmap_and_group_offset_in_a_scan():
     cut = place(on_mesh(EXPLICIT), operands, (P(None, "x", "y"), P(None, None, "y")))
     # k is cut by y, as n is; sums of the second step's products round.
     assert reference.calc_diff(jax.jit(steps)(*cut), jax.jit(steps)(*operands)) < REORDERED
+
+
+@pytest.mark.parametrize("offset", [-1, 2, 9])
+def test_a_group_offset_beyond_the_groups_without_fp8(offset):
+    """It is clamped to 0..2, also where devices have groups of their own."""
+    sizes = int32((3, 70, 0, 100, 20, 60))
+    lhs, rhs = normal(M, 24), normal(G, 24, 20, seed=1)
+    run = functools.partial(ragged_dot, recipe=BF16, group_offset=int32([offset]))
+    expected = np.zeros((M, 20))
+    first = min(max(offset, 0), 2)
+    starts = np.cumsum([0, *sizes])
+    for w, start, end in zip(rhs, starts[first:], starts[first + 1 : first + G + 1], strict=False):
+        expected[start:end] = np.asarray(lhs[start:end], float) @ np.asarray(w, float)
+    cut = place(mesh(AUTO, shape=(2,)), (lhs, rhs), (P(), P("x")))
+    np.testing.assert_allclose(jax.jit(run)(*cut, sizes), expected, atol=1e-4)
 
 
 def test_moe_mlp_of_sharded_rows():
