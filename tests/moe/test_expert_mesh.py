@@ -155,6 +155,34 @@ def test_inside_a_shard_map_over_another_axis(axis_type, check_vma):
     assert_diff_below(LAYER[DEEPSEEK_V3], jax.jit(sharded)(*placed), truth())
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_gradient_of_logits_inside_a_shard_map_over_another_axis(axis_type, check_vma):
+    """As of the layer on the tokens of that shard_map's devices, one after another."""
+    on = mesh(axis_type, axis_type, shape=(2, 4))
+    x, _, _, *weights, _ = problem()
+    logits, bias = random(M, E, seed=1), np.linspace(-0.1, 0.1, E, dtype=np.float32)
+    layer = functools.partial(moe_layer, top_k=TOP_K, expert_axis="y")
+    run = lambda x, logits, bias, *weights: layer(x, logits, *weights, bias=bias)
+    specs = P("x"), P("x"), *(P(),) * 3
+    sharded = jax.shard_map(
+        run, mesh=on, in_specs=specs, out_specs=P("x"), axis_names={"x"}, check_vma=check_vma
+    )
+
+    def dlogits(run, *operands):
+        loss = lambda logits, x, *others: (run(x, logits, *others) ** 2).sum()
+        x, logits, *others = operands
+        return jax.jit(jax.grad(loss))(logits, x, *others)
+
+    found = dlogits(sharded, *place(on, (x, logits, bias, *weights), specs))
+    with jax.set_mesh(auto_mesh(1, 4)):
+        expected = [
+            dlogits(run, x[part], logits[part], bias, *weights)
+            for part in (slice(M // 2), slice(M // 2, M))
+        ]
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(4, M // 4), (2, 2, M // 4)])
 def test_leading_dimensions_that_an_explicit_mesh_cuts_in_part(shape):
     on = mesh(EXPLICIT, EXPLICIT, shape=(2, 4))

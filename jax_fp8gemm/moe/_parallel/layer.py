@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._ops.weights import refusing_gradients
+from jax_fp8gemm._sharding.explicit_axes import with_auto_axes
 from jax_fp8gemm._sharding.manual_axes import match_varying
-from jax_fp8gemm.moe._operands import Inputs, Operands
+from jax_fp8gemm.moe._operands import Inputs, Operands, Router
 from jax_fp8gemm.moe._options import OP, LayerOptions
 from jax_fp8gemm.moe._parallel.exchange import Name, NamePair
 from jax_fp8gemm.moe._parallel.expert_spec import expert_spec, part_exchanges
@@ -113,14 +115,12 @@ def _on_mesh(
     x, router, w_gate_up, w_down, biases, bias = inputs
     x = refusing_gradients(OP, dict(w_gate_up=w_gate_up, w_down=w_down), x)
     num_experts = w_gate_up.shape[0]
-
-    def choose(router, bias):
-        indices, weights, load = options.choose(router, bias, num_experts)
-        return indices, weights, _sum(load, layout)
-
-    results = layout.tokens, layout.tokens, PartitionSpec()
-    choose_everywhere = layout.map(choose, (layout.tokens, PartitionSpec()), results)
-    indices, weights, load = choose_everywhere(router, bias)
+    has_logits = not isinstance(router, tuple)
+    if has_logits and layout.is_nested:
+        choices = _choose_from_logits(options, layout, num_experts, router, bias)
+    else:
+        choices = _choose(options, layout, num_experts, router, bias)
+    indices, weights, load = choices
     if x.size == 0:
         return x, load
     tokens = x.shape[0] // layout.num_devices
@@ -130,6 +130,60 @@ def _on_mesh(
     spec = expert_spec(options, exchanges, num_experts, x, w_gate_up, w_down)
     operands = Operands(x, indices, weights, w_gate_up, w_down, biases)
     return expert_mlp_on_mesh(spec, layout, operands), load
+
+
+Choices: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]  # as LayerOptions.choose
+
+
+def _choose(
+    options: LayerOptions,
+    layout: MeshLayout,
+    num_experts: int,
+    router: Router,
+    bias: jax.Array | None,
+    check_vma: bool = True,
+) -> Choices:
+    """Returns the choices of the tokens of each device, and the load of all tokens."""
+
+    def choose(router, bias):
+        indices, weights, load = options.choose(router, bias, num_experts)
+        return indices, weights, _sum(load, layout)
+
+    results = layout.tokens, layout.tokens, PartitionSpec()
+    run_on_mesh = layout.map(choose, (layout.tokens, PartitionSpec()), results, check_vma)
+    return run_on_mesh(router, bias)
+
+
+# NOTE: JAX cannot lower the gradient of a shard_map inside another one, with check_vma (0.12.0.1).
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _choose_from_logits(
+    options: LayerOptions,
+    layout: MeshLayout,
+    num_experts: int,
+    logits: jax.Array,
+    bias: jax.Array | None,
+) -> Choices:
+    """Runs _choose, in a shard_map over other axes."""
+    return _choose(options, layout, num_experts, logits, bias, check_vma=False)
+
+
+def _choose_fwd(options, layout, num_experts, logits, bias):
+    return _choose_from_logits(options, layout, num_experts, logits, bias), (logits, bias)
+
+
+def _choose_bwd(options, layout, num_experts, residuals, cotangents):
+    """The weights of a token depend on its logits alone, so XLA may divide the tokens."""
+    logits, bias = residuals
+
+    def run(logits, bias, dweights):
+        weights_of = lambda logits: options.choose(logits, bias, num_experts)[1]
+        return jax.vjp(weights_of, logits)[1](dweights)[0]
+
+    of_logits = lambda: jax.typeof(logits).sharding.spec
+    return with_auto_axes(run, (logits, bias, cotangents[1]), of_logits), None
+
+
+_choose_from_logits.defvjp(_choose_fwd, _choose_bwd)
 
 
 def _sum(load: jax.Array | None, layout: MeshLayout) -> jax.Array | None:

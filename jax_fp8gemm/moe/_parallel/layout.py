@@ -40,6 +40,11 @@ class MeshLayout:
         return math.prod(self.mesh.shape[name] for name in self.token_axes)
 
     @property
+    def is_nested(self) -> bool:
+        """Whether the layer is inside a shard_map over other axes."""
+        return set(self.token_axes) != set(self.mesh.axis_names)
+
+    @property
     def num_expert_devices(self) -> int:
         """The number of parts into which the experts are cut."""
         return math.prod(self.mesh.shape[name] for name in self.expert_axes)
