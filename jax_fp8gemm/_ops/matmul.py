@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_fp8gemm._data import arrays, checks
@@ -133,7 +132,7 @@ define_method(matmul)
 def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
     got = f"lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
     try:
-        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError:
         raise ValueError(
             f"{op}: batch dimensions of lhs and rhs must broadcast; got {got}"

@@ -159,8 +159,10 @@ def ffi_call(x, *, mode: str, e5m2: bool, pow2_scale: bool, padded: bool) -> lis
     if x.ndim > (3 if mode in modes.SQUARE else 2):
         folded = _call_folded(partial(ffi_call, **params), x, mode)
         return [y.reshape(result.shape) for y, result in zip(folded, results, strict=True)]
-    if x.ndim == 3 and len(x) > _MAX_BATCH:
-        starts = range(0, len(x), _MAX_BATCH)
+    batch = x.shape[0]
+    # The kernel refuses a symbolic batch that turns out to be larger.
+    if x.ndim == 3 and isinstance(batch, int) and batch > _MAX_BATCH:
+        starts = range(0, batch, _MAX_BATCH)
         parts = [ffi_call(x[i : i + _MAX_BATCH], **params) for i in starts]
         return [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
     # 1x128 scales are (rows, blocks) with rows minor, for the gemm kernel reads them along rows.

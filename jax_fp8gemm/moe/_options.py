@@ -75,6 +75,11 @@ class LayerOptions:
         """Returns how many of these choices an expert takes at most; None if it takes all."""
         if self.capacity_factor is None or not self.has_capacity:
             return None
+        if not isinstance(num_choices, int):  # symbolic
+            raise ValueError(
+                f"{OP}: with a capacity_factor the number of tokens must be known; got "
+                f"{num_choices} choices. Export one program for each number of tokens."
+            )
         if self.capacity_factor >= num_experts:  # and the product may be beyond any float
             return num_choices
         return math.ceil(min(self.capacity_factor * num_choices / num_experts, num_choices))

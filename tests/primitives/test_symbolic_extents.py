@@ -37,6 +37,8 @@ CALLS = {
     "matmul, weights quantised once": lambda x: matmul(
         x, quantize(W[0], block=(128, 128), with_transpose="only")
     ),
+    "matmul, a leading dimension": lambda x: matmul(x[:, None], W[0]),
+    "matmul, as many as matrices": lambda x: matmul(x[:, None, None], W),
     "ragged_dot": lambda x: ragged_dot(x, W, SIZES),
     "gradients of matmul": gradients(lambda x, w: matmul(x, w[0])),
     "gradients of moe_layer": gradients(
@@ -68,6 +70,15 @@ def test_what_a_symbolic_number_of_rows_does_not_have():
     (m,) = jax.export.symbolic_shape("m")
     call = gradients(lambda x, w: matmul(x, w[0], recipe=BF16_INVARIANT))
     with without_annotation_checks(), raises(NotImplementedError, match="a known number of elem"):
+        jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((m, K), jnp.float32))
+
+
+def test_a_capacity_needs_a_known_number_of_tokens():
+    (m,) = jax.export.symbolic_shape("m", constraints=["m <= 4096"])
+    down = jnp.swapaxes(W[:, :, : N // 2], 1, 2)
+    call = lambda x: moe.moe_layer(x, x[:, :2], W, down, top_k=1, capacity_factor=1.0)
+    message = "^moe_layer: with a capacity_factor the number of tokens must be known; got m choices"
+    with without_annotation_checks(), raises(ValueError, match=message):
         jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct((m, K), jnp.float32))
 
 
