@@ -216,4 +216,10 @@ def _bf16_wgrad(lhs: jax.Array, dout: jax.Array) -> jax.Array:
     lhs, dout = lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16)
     rows = tuple(range(lhs.ndim - 1))
     contract_m = ((rows, rows), ((), ()))
-    return lax.dot_general(lhs, dout, contract_m, preferred_element_type=jnp.float32)
+    multiply = partial(
+        lax.dot_general, dimension_numbers=contract_m, preferred_element_type=jnp.float32
+    )
+    # NOTE: XLA on a CPU has no product of bf16 with an f32 result where one operand has more
+    # dimensions than a matrix, as under vmap over dout.
+    in_f32 = lambda *operands: multiply(*(x.astype(jnp.float32) for x in operands))
+    return lax.platform_dependent(lhs, dout, cpu=in_f32, default=multiply)

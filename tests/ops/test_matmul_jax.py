@@ -11,7 +11,7 @@ from assertions import assert_close
 from errors import raises
 from matmul_cases import K, M, N, equations, problem, random, saved_residuals, vjp
 
-from jax_fp8gemm import CHECKPOINT_NAMES, matmul, quantize
+from jax_fp8gemm import CHECKPOINT_NAMES, DEEPSEEK_V3, Recipe, matmul, quantize
 
 
 @pytest.mark.parametrize("argnums", [0, 1])
@@ -93,6 +93,15 @@ def test_checkpoint_by_name_saves_fp8_and_quantises_nothing_again():
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_gradients_through_nested_transformations(wrap):
     assert_gradients_of_kinked(wrap(lambda lhs, rhs: kinked(wrap(matmul)(lhs, rhs))))
+
+
+@pytest.mark.parametrize("recipe", [DEEPSEEK_V3, Recipe(wgrad="bf16")], ids=["fp8", "bf16"])
+def test_several_cotangents_of_one_call(recipe):
+    lhs, rhs, dout = problem()
+    douts = jnp.stack([dout, 2 * dout])
+    _, pullback = jax.vjp(functools.partial(matmul, recipe=recipe), lhs, rhs)
+    for found, of_first in zip(jax.vmap(pullback)(douts), pullback(dout), strict=True):
+        np.testing.assert_allclose(found, jnp.stack([of_first, 2 * of_first]), rtol=1e-6, atol=1e-6)
 
 
 def test_second_derivative_raises():
