@@ -24,7 +24,7 @@ from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
 from jax_fp8gemm._ops.weights import check_weights, unquantised
-from jax_fp8gemm._sharding.explicit_axes import reshape, reshard
+from jax_fp8gemm._sharding.explicit_axes import reshape, reshard, reshard_first
 from jax_fp8gemm._sharding.manual_axes import settle
 
 if TYPE_CHECKING:
@@ -154,6 +154,10 @@ def _broadcast_product(
         matrix = jax.tree.map(lambda w: reshape(w, w.shape[-2:]), rhs)
         out = product(spec, lhs, matrix, last(lhs.ndim))
     elif math.prod(lhs_batch) == 1:
+        if out_spec is not None:
+            of_batch = PartitionSpec(*out_spec.partitions[: len(batch)])
+            in_batch = lambda w: reshape(w, (*batch, *w.shape[-2:]))
+            rhs = jax.tree.map(lambda w: reshard_first(in_batch(w), of_batch), rhs)
         rhs = jax.tree.map(lambda w: reshape(w, (math.prod(batch), *w.shape[-2:])), rhs)
         multiply = jax.vmap(partial(product, spec, out_spec=last(2)), in_axes=(None, 0))
         out = multiply(reshape(lhs, (m, k)), rhs)

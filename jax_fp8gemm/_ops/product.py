@@ -49,6 +49,7 @@ from jax_fp8gemm._sharding.explicit_axes import (
     reshape,
     reshaped_spec,
     reshard,
+    reshard_first,
     with_auto_axes,
 )
 from jax_fp8gemm._sharding.manual_axes import match_varying
@@ -69,13 +70,8 @@ def products(
     out_spec: how Explicit mesh axes cut the result; None where no axis is Explicit.
     """
     if out_spec is not None and num_batch_dims:
-        batch = out_spec.partitions[:num_batch_dims]
-        lhs, rhs = jax.tree.map(
-            lambda x: reshard(
-                x, PartitionSpec(*batch, *jax.typeof(x).sharding.spec[num_batch_dims:])
-            ),
-            (lhs, rhs),
-        )
+        batch = PartitionSpec(*out_spec.partitions[:num_batch_dims])
+        lhs, rhs = jax.tree.map(lambda x: reshard_first(x, batch), (lhs, rhs))
         out_spec = PartitionSpec(*out_spec.partitions[num_batch_dims:])
     multiply = partial(product, spec, out_spec=out_spec)
     for _ in range(num_batch_dims):

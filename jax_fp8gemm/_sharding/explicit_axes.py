@@ -87,6 +87,15 @@ def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
+def reshard_first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Reshards the first dimensions of `x` to `spec`, and gathers the others over its axes."""
+    first = padded(spec, len(spec.partitions))
+    used = {axis for axes in first for axis in axes}
+    others = padded_spec(jax.typeof(x))[len(first) :]
+    kept = (tuple(axis for axis in axes if axis not in used) for axes in others)
+    return reshard(x, PartitionSpec(*(axes or None for axes in (*first, *kept))))
+
+
 def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Reshapes `x`, also where Explicit mesh axes cut it.
 

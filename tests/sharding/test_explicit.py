@@ -195,6 +195,34 @@ def cotangent(spec):
     return P(*spec.partitions, unreduced=spec.reduced)
 
 
+# Shapes and specs of lhs and rhs, and how the result is to be cut, by axes that cut operands too.
+BATCHES = [
+    ((M, K), P(), (4, K, N), P("x"), P(None, None, "x")),
+    ((4, M, K), P(), (4, K, N), P(None, None, "x"), P("x")),
+    ((4, M, K), P(None, "x"), (4, K, N), P(), P("x")),
+    ((4, M, K), P(None, None, "x"), (4, K, N), P(None, "x"), P("x")),
+    ((4, M, K), P("x"), (4, K, N), P("x"), P(None, "x")),
+]
+
+
+@pytest.mark.parametrize("lhs_shape, lhs_spec, rhs_shape, rhs_spec, out_spec", BATCHES)
+def test_batches_whose_result_is_cut_otherwise(lhs_shape, lhs_spec, rhs_shape, rhs_spec, out_spec):
+    lhs, rhs, dout = integers(1, *lhs_shape), integers(2, *rhs_shape), integers(3, 4, M, N)
+    vjp = lambda f, lhs, rhs, dout: (f(lhs, rhs), *jax.vjp(f, lhs, rhs)[1](dout))
+    expected = vjp(jnp.matmul, *map(jnp.asarray, (lhs, rhs, dout)))
+    with jax.set_mesh(mesh(AxisType.Explicit, shape=(4,))):
+        operands = (
+            jax.device_put(x, spec)
+            for x, spec in zip((lhs, rhs, dout), (lhs_spec, rhs_spec, out_spec), strict=True)
+        )
+        f = partial(matmul, recipe=EXACT, out_sharding=out_spec)
+        found = jax.jit(partial(vjp, f))(*operands)
+    for x, spec in zip(found, (out_spec, lhs_spec, rhs_spec), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, spec), x.ndim)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("case", ["rows", "reduced rhs", "unreduced result"])
 def test_what_travels(case):
     """Parts of a sum stay where they are if the types say so."""
