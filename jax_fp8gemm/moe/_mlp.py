@@ -21,9 +21,7 @@ from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.quantized_weight import QuantizedWeight
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import ScaledArray
-from jax_fp8gemm._ops.product_spec import (
-    check_recipe,
-)
+from jax_fp8gemm._ops.product_spec import Weights, check_recipe, type_of
 from jax_fp8gemm._ops.ragged_dot import ragged_dot
 from jax_fp8gemm._ops.reverse_mode import reverse_mode
 from jax_fp8gemm._ops.weights import refusing_gradients, unquantised
@@ -158,7 +156,7 @@ def _unfused_mlp(
         recipe=recipe,
         implementation=implementation,
     )
-    gate_up = product(x, w_gate_up)
+    gate_up = product(x, w_gate_up, out_sharding=_gate_up_sharding(x, w_gate_up))
     gate_up_spec = _spec_of_whole_features(gate_up, pieces)
     gate_up = reshard(gate_up, gate_up_spec)
     if biases is not None:
@@ -170,6 +168,19 @@ def _unfused_mlp(
     out_sharding = None if mesh is None else NamedSharding(mesh, rows_spec)
     out = reshard(product(h, w_down, out_sharding=out_sharding), rows_spec)
     return out if biases is None else add_bias(out, biases.down, groups)
+
+
+def _gate_up_sharding(x: jax.Array, w_gate_up: Weights) -> NamedSharding | None:
+    """Returns how Explicit axes cut gate_up: rows as x, and columns as w_gate_up over the others.
+
+    None where no axis is Explicit.
+    """
+    mesh = explicit_mesh([x, w_gate_up])
+    if mesh is None:
+        return None
+    rows, columns = padded_spec(jax.typeof(x))[0], padded_spec(type_of(w_gate_up))[-1]
+    columns = tuple(axis for axis in columns if axis not in rows)
+    return NamedSharding(mesh, PartitionSpec(rows or None, columns or None))
 
 
 def _spec_of_whole_features(gate_up: jax.Array, pieces: int) -> PartitionSpec | None:

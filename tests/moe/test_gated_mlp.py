@@ -194,6 +194,21 @@ def test_tokens_and_weights_over_one_axis(axis_type, recipe):
         assert reference.calc_diff(x, y) < bound
 
 
+@pytest.mark.parametrize("recipe", [BF16, Recipe(wgrad="bf16")], ids=["bf16", "bf16 wgrad"])
+@pytest.mark.parametrize("specs", [(P("x"), P(None, "x"), P("x")), (P(None, "x"), P("x"), P())])
+def test_recipes_with_unquantised_activations_on_an_explicit_mesh(specs, recipe):
+    """Of an axis that cuts tokens and features, or the dimension that is contracted."""
+    *operands, dout = operands_of(256, d=512, f=256)
+    run = jax.jit(functools.partial(vjp, recipe=recipe))
+    cut = [
+        jax.device_put(np.asarray(x), NamedSharding(mesh(EXPLICIT), spec))
+        for x, spec in zip((*operands, dout), (*specs, specs[0]), strict=True)
+    ]
+    for x, y, like in zip(run(*cut), run(*operands, dout), (cut[0], *cut[:3]), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, 2)
+        assert reference.calc_diff(x, y) < 1e-6
+
+
 def test_tokens_that_do_not_divide_into_blocks_are_gathered():
     """300 tokens on 4 devices: no device has whole blocks of 128."""
     rows = NamedSharding(mesh(AUTO), P("x"))
