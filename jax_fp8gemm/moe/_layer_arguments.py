@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._data.groups import as_int32
+from jax_fp8gemm._sharding.explicit_axes import reshape
 from jax_fp8gemm._sharding.manual_axes import replicate
 from jax_fp8gemm.moe._operands import Router
 from jax_fp8gemm.moe._options import OP
@@ -135,4 +136,4 @@ def fold(name: str, part: Any, x: Any) -> jax.Array:
         )
     # Explicit mesh axes may cut the first dimension before and after.
     part = replicate(OP, jnp.asarray(part), from_dim=1)
-    return part.reshape(math.prod(x.shape[:-1]), part.shape[-1])
+    return reshape(part, (math.prod(x.shape[:-1]), part.shape[-1]))

@@ -160,6 +160,9 @@ def _weighing_tokens(
     if shared is None:
         return out
     of_mlp = ("activation", "recipe", "implementation", "gate_up_pieces")
+    sharding = jax.typeof(out[0] if isinstance(out, tuple) else out).sharding
+    if sharding.mesh.explicit_axes:
+        x = jax.sharding.reshard(x, sharding)
     added = gated_mlp(x, *shared, **{name: how[name] for name in of_mlp if name in how})
     add = add_rounded if is_invariant else jnp.add
     return (add(out[0], added), out[1]) if isinstance(out, tuple) else add(out, added)

@@ -11,6 +11,9 @@ import published_routers as published
 import pytest
 import reference
 from errors import raises
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
 
 from jax_fp8gemm import BF16, DEEPSEEK_V3
 from jax_fp8gemm.moe import block, configs
@@ -83,6 +86,19 @@ def test_the_load_counts_every_choice():
     bias = np.asarray(parameters["balance_bias"])
     chosen = [published.deepseek_v3(token, bias)[0] for token in logits]
     np.testing.assert_array_equal(load, np.bincount(np.concatenate(chosen), minlength=16))
+
+
+def test_a_block_that_weighs_tokens_on_an_explicit_mesh():
+    """Whose layer cuts the tokens by more axes than they were cut by."""
+    config = configs.LLAMA_4_MAVERICK.scaled_down(num_experts=16)
+    parameters, x = _problem(config)
+    run = partial(block.apply_block, config, expert_axis="y", recipe=BF16)
+    on = mesh(AxisType.Explicit, AxisType.Explicit, shape=(2, 4))
+    parameters, x = jax.tree.map(np.asarray, (parameters, x))
+    expected = jax.jit(partial(block.apply_block, config, recipe=BF16))(parameters, x)
+    with jax.set_mesh(on):
+        found = jax.jit(run)(parameters, jax.device_put(x, P("x")))
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_tokens_are_weighed_for_one_choice_only():

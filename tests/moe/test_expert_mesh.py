@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
@@ -153,6 +154,14 @@ def test_inside_a_shard_map_over_another_axis(axis_type, check_vma):
     )
     placed = place(on, problem(), specs)
     assert_diff_below(LAYER[DEEPSEEK_V3], jax.jit(sharded)(*placed), truth())
+
+
+def test_no_tokens_of_several_dimensions_on_an_explicit_mesh():
+    x, _, _, *weights, _ = problem()
+    with jax.set_mesh(mesh(EXPLICIT, EXPLICIT, shape=(2, 4))):
+        none = jax.device_put(np.zeros((2, 0, D), x.dtype), P("x"))
+        out = moe_layer(none, jnp.zeros((2, 0, E)), *weights, top_k=TOP_K)
+    assert out.shape == (2, 0, D)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
