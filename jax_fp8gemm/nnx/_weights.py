@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     here, and gradients have that dtype. Modules that nnx.vmap has stacked along dimension 0, for
     nnx.scan, are quantised as a stack. Modules of Flax itself stay as they are, with a UserWarning
     if the model has no others. So does an Einsum whose result is transposed, where the kernel may
-    not be the rhs of the product.
+    not be the rhs of the product; a kernel that a module which reads unquantised weights holds too,
+    such as nnx.Embed; and what nnx.WeightNorm or nnx.SpectralNorm normalises in each call.
 
     An optimiser must have the model from before, and `master_weights` of the gradients: it would
     not quantise what it changes. Once for all micro-batches::
@@ -86,14 +87,22 @@ def quantize_weights(model: nnx.Module, *, for_inference: bool = False) -> None:
     if not for_inference:
         for path, module, found in modules:
             _check_has_weights(path, module, found)
-    for _, module, found in modules:
-        for name in found.names:
-            variable = getattr(module, name)
-            with scope_of(module):
-                if not for_inference:
-                    variable.set_value(_quantised(variable[...], found))
-                elif _is_matrices(module, variable[...], found):
-                    variable.set_value(_for_inference(variable[...], found))
+    readers = {
+        (id(module), name): (module, found)
+        for _, module, found in modules
+        for name in found.names
+        if not for_inference or _is_matrices(module, getattr(module, name)[...], found)
+    }
+    kept = _kept_variables(model, readers)
+    for (_, name), (module, found) in readers.items():
+        variable = getattr(module, name)
+        if id(variable) in kept:
+            continue
+        with scope_of(module):
+            if not for_inference:
+                variable.set_value(_quantised(variable[...], found))
+            elif not isinstance(variable[...], ScaledArray):  # one that two modules hold
+                variable.set_value(_for_inference(variable[...], found))
 
 
 def _modules(model: nnx.Module) -> list[tuple[Path, Any, Weights]]:
@@ -108,6 +117,26 @@ def _modules(model: nnx.Module) -> list[tuple[Path, Any, Weights]]:
         )
     read = [(path, module, module.weights_of_products()) for path, module in found]
     return [(path, module, weights) for path, module, weights in read if weights is not None]
+
+
+def _kept_variables(model: nnx.Module, readers: Collection[tuple[int, str]]) -> set[int]:
+    """Returns the ids of the Variables in `model` that a module reads which is not in `readers`.
+
+    readers: the id of each module whose product takes a quantised weight, with its attribute.
+    """
+    kept: set[int] = set()
+    for _, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Variable) and (id(module), name) not in readers:
+                kept.add(id(value))
+        if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
+            variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable)
+            kept |= {id(variable) for variable in variables}
+    return kept
+
+
+def _is_variable(x: object) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def _kind(model: object) -> str:

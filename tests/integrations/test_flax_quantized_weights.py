@@ -249,6 +249,37 @@ def test_weights_for_inference_of_a_model():
     assert found[0].dtype == jnp.float8_e5m2
 
 
+class _Tied(nnx.Module):
+    """Modules that hold one kernel, and one whose kernel is normalised in each call."""
+
+    def __init__(self, rngs):
+        linear = partial(ours.Linear, use_bias=False, rngs=rngs)
+        self.embed = nnx.Embed(64, 128, rngs=rngs)
+        self.of_embed = linear(64, 128)
+        self.of_embed.kernel = self.embed.embedding
+        self.einsum = ours.Einsum("td,df->tf", (128, 128), rngs=rngs)
+        self.of_einsum, self.first, self.second = (linear(128, 128) for _ in range(3))
+        self.of_einsum.kernel, self.second.kernel = self.einsum.kernel, self.first.kernel
+        self.normed = nnx.WeightNorm(linear(128, 128), rngs=rngs)
+
+    def __call__(self, x):
+        x = self.of_embed(x) + self.embed(jnp.arange(len(x)))
+        return self.normed(self.second(self.first(self.of_einsum(self.einsum(x)))))
+
+
+@pytest.mark.parametrize("for_inference", [False, True])
+def test_a_kernel_that_another_module_reads_unquantised_stays(for_inference):
+    model, x = _Tied(nnx.Rngs(0)), X[0, :, :64]
+    expected = model(x)
+    ours.quantize_weights(model, for_inference=for_inference)
+    reference.assert_same_bits(model(x), expected)
+    quantised = ScaledArray if for_inference else QuantizedWeight
+    assert isinstance(model.first.kernel[...], quantised)
+    assert isinstance(model.einsum.kernel[...], jax.Array if for_inference else QuantizedWeight)
+    for module in (model.of_embed, model.normed.layer_instance):
+        assert isinstance(module.kernel[...], jax.Array)
+
+
 def test_weights_that_are_gone_are_named_by_their_path():
     """A model for inference cannot train; nothing of it changes."""
     rngs = nnx.Rngs(0)
