@@ -40,7 +40,8 @@ def path_and_op(stack: str, eqn: Any) -> tuple[str, str]:
     names = [name for name in _TRANSFORM.sub("", stack).split("/") if name]
     own = [name.removeprefix(_OWN) for name in names if name.startswith(_OWN)]
     first = next((i for i, name in enumerate(names) if name.startswith(_OWN)), len(names))
-    user = [name for name in names[:first] if name != _RECOMPUTED]
+    # jnp.einsum names a scope by its equation.
+    user = [name for name in names[:first] if name != _RECOMPUTED and "->" not in name]
     return "/".join(user), own[0] if own else eqn.primitive.name.removeprefix(PREFIX)
 
 

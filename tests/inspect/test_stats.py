@@ -281,6 +281,17 @@ def test_weights_quantised_once_have_the_paths_of_their_modules():
     assert sorted(weights) == ["experts", "experts", "head", "layers/0"]
 
 
+def test_an_einsum_has_the_path_of_its_module():
+    einsum = jax_fp8gemm.nnx.Einsum("td,df->tf", (128, 64), rngs=nnx.Rngs(0))
+    model = nnx.Sequential(einsum)
+    jax_fp8gemm.nnx.name_scopes(model)
+    graph, state = cast(Any, nnx.split(model))
+    _, found = stats.collect(lambda state, x: nnx.merge(graph, state)(x))(
+        state, jnp.ones((128, 128))
+    )
+    assert {r["path"] for r in found.records()} == {"layers/0"}
+
+
 def test_what_it_prints():
     _, found = stats.collect(_loss)(_LHS, _RHS)
     lines = str(found).splitlines()
