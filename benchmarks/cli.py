@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shapes = shapes_of(arguments)
         check(arguments)
+        old = json.loads(pathlib.Path(arguments.compare).read_text()) if arguments.compare else None
     except (ValueError, OSError) as error:
         parser.error(str(error))
     is_mesh = arguments.family in MESH
@@ -74,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes={"flush": _flush(arguments)} | ({"dry_run": True} if arguments.dry_run else {}),
     )
     outcome = run(arguments.family.replace("-", "_"), _cases(arguments, shapes), options, device)
-    if arguments.compare:
-        old = json.loads(pathlib.Path(arguments.compare).read_text())
+    if old is not None:
         new = document(name, {}, outcome.rows)
         print(*compare_files(old, new), sep="\n")
     return 1 if outcome.failed else 0

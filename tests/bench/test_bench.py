@@ -259,6 +259,12 @@ def test_command_line_measures_saves_and_compares(monkeypatch, tmp_path, capsys)
     assert "1 slower and 0 faster by more than the noise of both" in printed
 
 
+def test_a_file_to_compare_with_is_read_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmarks.main(["dense", "--compare", str(tmp_path / "missing.json")])
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_host_times_have_a_baseline(monkeypatch):
     monkeypatch.setattr(host, "_NUM_ROUNDS", 1)
     monkeypatch.setattr(host, "_NUM_CALLS", 1)
