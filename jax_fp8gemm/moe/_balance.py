@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fp8gemm._data import arrays, checks, formats
 from jax_fp8gemm._sharding.manual_axes import replicate
@@ -134,7 +135,7 @@ def _as_load(op: str, load: Any, shape: tuple[int, ...], name: str, like: Any) -
 
 
 def _as_rate(op: str, rate: Any) -> jax.Array:
-    rate = arrays.as_array(rate)
+    rate = arrays.as_array(rate.item() if isinstance(rate, np.generic) else rate)
     if arrays.is_array(rate):
         checks.check_dtype(op, "rate", rate, formats.FLOAT_DTYPES)
         checks.check_ndim(op, "rate", rate, 0, "a scalar")

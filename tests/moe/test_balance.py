@@ -124,7 +124,7 @@ def test_on_a_mesh(axis_type):
 def test_update_balance_bias(load, signs):
     bias = random(4, seed=3)
     run = jax.jit(update_balance_bias)
-    for rate in (0.25, jnp.float32(0.25)):
+    for rate in (0.25, np.float64(0.25), jnp.float32(0.25)):
         found = run(bias, jnp.asarray(load), rate)
         step = np.array(signs, np.float32) / 4
         np.testing.assert_array_equal(found, np.asarray(bias) + step)
