@@ -55,8 +55,8 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     dtype = jnp.dtype(dtype)
     if dtype == jnp.float32:
         return flushed(x)
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+    exponent_bits, mantissa_bits = (8, 7) if dtype == jnp.bfloat16 else (5, 10)
+    return lax.reduce_precision(x, exponent_bits, mantissa_bits).astype(dtype)
 
 
 @jax.custom_jvp
@@ -71,8 +71,12 @@ def flushed(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-exact_f32.defjvps(lambda dx, out, x: dx.astype(jnp.float32))
-flushed.defjvps(lambda dx, out, x: dx)
+def _cast_tangent(dx: jax.Array, out: jax.Array, x: jax.Array) -> jax.Array:
+    return dx.astype(jnp.float32)
+
+
+exact_f32.defjvps(_cast_tangent)
+flushed.defjvps(_cast_tangent)
 
 
 def add_flushed(x: jax.Array, y: jax.Array) -> jax.Array:

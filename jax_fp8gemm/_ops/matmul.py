@@ -132,7 +132,7 @@ define_method(matmul)
 def _check_batch(op: str, lhs: Any, rhs: Any) -> None:
     got = f"lhs {checks.short_type(lhs)}, rhs {checks.short_type(rhs)}"
     try:
-        batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        batch: Any = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError:
         raise ValueError(
             f"{op}: batch dimensions of lhs and rhs must broadcast; got {got}"

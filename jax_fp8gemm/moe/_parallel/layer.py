@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -115,12 +115,9 @@ def _on_mesh(
     x, router, w_gate_up, w_down, biases, bias = inputs
     x = refusing_gradients(OP, dict(w_gate_up=w_gate_up, w_down=w_down), x)
     num_experts = w_gate_up.shape[0]
-    has_logits = not isinstance(router, tuple)
-    if has_logits and layout.is_nested:
-        choices = _choose_from_logits(options, layout, num_experts, router, bias)
-    else:
-        choices = _choose(options, layout, num_experts, router, bias)
-    indices, weights, load = choices
+    is_nested = layout.is_nested and not isinstance(router, tuple)
+    choose: Any = _choose_from_logits if is_nested else _choose
+    indices, weights, load = choose(options, layout, num_experts, router, bias)
     if x.size == 0:
         return x, load
     tokens = x.shape[0] // layout.num_devices
