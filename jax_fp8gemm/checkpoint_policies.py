@@ -44,12 +44,13 @@ dimensions. A group of rows is none."""
 
 # What may stand between a weight and its quantisation. Each takes little to compute again.
 _PARTS_OF_ARRAYS = ("slice", "dynamic_slice", "squeeze", "reshape", "transpose")
-_STEPS_OF_WEIGHTS = (*_PARTS_OF_ARRAYS, "convert_element_type", "sharding_constraint")
+_SHARDINGS = ("sharding_constraint", "reshard", "pvary")
+_STEPS_OF_WEIGHTS = (*_PARTS_OF_ARRAYS, *_SHARDINGS, "convert_element_type")
 
 
 def save_all_but_weights(primitive: Primitive, *operands: Any, **params: Any) -> bool:
     """Saves what is saved without jax.checkpoint, but for quantised weights. The backward pass
-    quantises them again. It also repeats casts, slices, transpositions and sharding constraints,
+    quantises them again. It also repeats casts, slices, transpositions and changes of a sharding,
     through which a weight may have come."""
     if primitive.name == "name":
         return params["name"] != _RHS

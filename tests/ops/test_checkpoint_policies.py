@@ -9,7 +9,7 @@ import pytest
 from assertions import assert_all_same_bits
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from matmul_cases import saved_residuals
 from meshes import mesh
 
@@ -167,6 +167,21 @@ def test_all_but_weights_saves_all_but_weights(is_sliced):
     found, all_ = map(saved, (ALL_BUT_WEIGHTS, jax.checkpoint_policies.everything_saveable))
     assert all_ - found == Counter([*RHS] * LAYERS)
     assert found - all_ == Counter()
+
+
+def test_all_but_weights_saves_no_weight_that_explicit_axes_cut():
+    on = mesh(AxisType.Explicit)
+    cut = NamedSharding(on, PartitionSpec("x"))
+    x, *weights = (jax.ShapeDtypeStruct((K, K), jnp.bfloat16, sharding=cut),) * (1 + LAYERS)
+
+    def saved(policy):
+        pullback = lambda x, *ws: jax.tree.leaves(jax.vjp(model(matmul, policy), ws, x)[1])
+        return Counter(leaf.dtype for leaf in jax.eval_shape(pullback, x, *weights))
+
+    with jax.set_mesh(on):
+        found, all_ = map(saved, (ALL_BUT_WEIGHTS, jax.checkpoint_policies.everything_saveable))
+    fp8 = jnp.dtype(jnp.float8_e4m3fn)
+    assert (found[fp8], all_[fp8]) == (LAYERS, 2 * LAYERS)
 
 
 @pytest.mark.parametrize("product", [matmul, of_slices(matmul)], ids=["bf16", "slices"])
