@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ def save(
             f"{_OP}: checkpoint must be a Checkpoint; got {type(checkpoint).__name__}. "
             "Wrap a dictionary of tensors: Checkpoint(tensors)."
         )
-    if not isinstance(max_file_bytes, int):
+    if not isinstance(max_file_bytes, numbers.Real):
         given = checks.short_repr(max_file_bytes)
-        raise TypeError(f"{_OP}: max_file_bytes must be an integer; got {given}")
+        raise TypeError(f"{_OP}: max_file_bytes must be a number; got {given}")
     folder = Path(path)
     outputs = [o for name in checkpoint.tensors for o in _outputs(checkpoint, name)]
     _check_outputs(folder, outputs)

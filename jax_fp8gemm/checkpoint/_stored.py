@@ -124,7 +124,8 @@ def _check_numbered(files: Sequence[Path]) -> None:
         if missing:
             name = f"{start}-{missing[0]:0{len(total)}}-of-{total}.safetensors"
             got = f"{len(found)} of {int(total)} files, without {name}, in {files[0].parent}"
-            refuse("a folder must hold all files that their names count", got, "Add the others.")
+            then = "Add the others, or load one file by its own path."
+            refuse("a folder must hold all files that their names count", got, then)
 
 
 def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:

@@ -193,7 +193,7 @@ def test_names_are_strings(tmp_path):
 def test_a_file_must_hold_a_number_of_bytes(tmp_path):
     with (
         without_annotation_checks(),
-        raises(TypeError, match="max_file_bytes must be an integer; got None"),
+        raises(TypeError, match="max_file_bytes must be a number; got None"),
     ):
         checkpoint.save(tmp_path, checkpoint.Checkpoint({}), max_file_bytes=None)
 
