@@ -115,14 +115,15 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _check_numbered(files: Sequence[Path]) -> None:
     """Raises ValueError unless files whose names count them, "-00001-of-00002", are all there."""
-    numbers: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    texts: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for file in files:
         if match := _NUMBERED.fullmatch(file.name):
-            numbers[match[1], match[3]].add(int(match[2]))
-    for (start, total), found in numbers.items():
-        missing = [i for i in range(1, int(total) + 1) if i not in found]
+            texts[match[1], match[3]].append(match[2])
+    for (start, total), found in texts.items():
+        missing = set(range(1, int(total) + 1)) - set(map(int, found))
         if missing:
-            name = f"{start}-{missing[0]:0{len(total)}}-of-{total}.safetensors"
+            width = min(map(len, found))
+            name = f"{start}-{min(missing):0{width}}-of-{total}.safetensors"
             got = f"{len(found)} of {int(total)} files, without {name}, in {files[0].parent}"
             then = "Add the others, or load one file by its own path."
             refuse("a folder must hold all files that their names count", got, then)

@@ -199,6 +199,9 @@ def test_numbered_files_of_which_one_is_missing(tmp_path):
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00002-of-00003.safetensors").unlink()
     refused(folder, "all files that their names count", "2 of 3", "model-00002-of-00003")
+    # As DeepSeek-V3's files are named.
+    files.write(tmp_path / "model-00001-of-000163.safetensors", GOOD)
+    refused(tmp_path, "1 of 163", "without model-00002-of-000163.safetensors")
 
 
 LAYER = "model.layers.0.mlp"
