@@ -151,7 +151,7 @@ def _choose(
     return run_on_mesh(router, bias)
 
 
-# NOTE: with check_vma, JAX (0.10.2 to 0.12.0.1) cannot lower the gradient of a shard_map in another.
+# NOTE: with check_vma, JAX cannot lower the gradient of a shard_map in another (0.10.2, 0.12.0.1).
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _choose_from_logits(
     options: LayerOptions,
