@@ -5,6 +5,8 @@ import ctypes
 import threading
 from collections.abc import Iterator
 
+import cuda_driver
+
 # Each thread walks the buffer: loads, an FMA, a store. A few microseconds a block.
 _PTX = b"""
 .version 7.0
@@ -42,21 +44,6 @@ _BUFFER_BYTES = 64 << 20
 _NON_BLOCKING = 1
 
 
-class _Driver:
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-
-    def __getattr__(self, name: str):
-        function = getattr(self._cuda, name)
-
-        def call(*args) -> None:
-            status = function(*args)
-            if status:
-                raise RuntimeError(f"{name} returned CUresult {status}")
-
-        return call
-
-
 class Load:
     """Counts what the second stream has run."""
 
@@ -82,7 +69,7 @@ class Load:
             self.error = error
 
     def _run(self) -> None:
-        cuda, ref = _Driver(), ctypes.byref
+        cuda, ref = cuda_driver.Driver(), ctypes.byref
         device, context = ctypes.c_int(), ctypes.c_void_p()
         stream, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         buffer = ctypes.c_uint64()
