@@ -162,3 +162,11 @@ def test_experts_along_one_of_two_axes(in_strips, monkeypatch, axis_type):
     assert kinds[0] == [f"all-to-all f32[{M // 8},{D}]"]
     assert kinds[1] == [f"all-to-all f32[{M // 8},{D // 2}]"] * 2
     assert_same_bits(strips(*operands), whole(*operands))
+
+
+def test_experts_without_features(in_strips):
+    """Empty arrays are cut into strips too. One device gives zeros."""
+    x, indices, weights, w_gate_up, w_down, _ = problem()
+    operands = x, indices, weights, w_gate_up[..., :0], w_down[:, :0]
+    found, _ = in_strips(2, operands)
+    assert_same_bits(found, jnp.zeros_like(x))

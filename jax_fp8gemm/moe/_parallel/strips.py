@@ -96,8 +96,10 @@ def _down_strip(
     collective by which the strip before travels.
     """
     down = specs.down
+    # Without -1, which an empty array leaves open.
     values, scale = (
-        x.reshape(-1, x.shape[1] // num_strips, x.shape[2]) for x in values_and_scale(w.down)
+        x.reshape(x.shape[0] * num_strips, x.shape[1] // num_strips, x.shape[2])
+        for x in values_and_scale(w.down)
     )
     weights = ScaledArray(values, scale, block=w.down.block)
     is_strip = jnp.arange(num_strips, dtype=jnp.int32) == strip
