@@ -103,7 +103,10 @@ def total(sign: jax.Array, x: Wide) -> tuple[jax.Array, Wide]:
     """
     exponent = jnp.max(x.exponent, axis=-1, keepdims=True)
     units = x.mantissa >> _distance(exponent, x.exponent)
-    half = lambda part: jnp.sum(sign * part.astype(jnp.int32), axis=-1, keepdims=True)
+    # Of int32 with x64 too, where sums of int32 are int64.
+    half = lambda part: jnp.sum(
+        sign * part.astype(jnp.int32), axis=-1, keepdims=True, dtype=jnp.int32
+    )
     high, low = half(units >> 16), half(units & _LOW_HALF)
     # The sum is high * 2^16 + low.
     high, low = high + (low >> 16), low & _I(0xFFFF)

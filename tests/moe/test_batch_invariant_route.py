@@ -143,3 +143,14 @@ def test_what_it_does_not_take():
     many = jax.ShapeDtypeStruct((1, 40_000), jnp.float32)
     with raises(NotImplementedError, match="route: batch_invariant must go with up to 32768 expe"):
         jax.eval_shape(run, many)
+
+
+def test_with_x64_and_strict_promotion():
+    """The same bits, and no array in int64."""
+    run = partial(route, top_k=TOP_K, batch_invariant=True)
+    expected = run(jnp.asarray(LOGITS))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = run(jnp.asarray(LOGITS))
+        assert f"i64[{len(LOGITS)}" not in str(jax.make_jaxpr(run)(LOGITS))
+    for a, b in zip(found, expected, strict=True):
+        reference.assert_same_bits(a, b)
