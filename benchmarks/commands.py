@@ -20,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     """Imports what a command needs, and runs it."""
     command = arguments[0] if arguments else ""
+    if command in ("stamp", "page") and len(arguments) > 1:
+        print(f"{command} takes no arguments; got {' '.join(arguments[1:])}", file=sys.stderr)
+        return 2
     if command == "stamp":
         from benchmarks.provenance import write_stamp
 

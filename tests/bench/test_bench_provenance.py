@@ -46,6 +46,13 @@ def test_a_stamp_says_it_without_git(checkout):
         provenance.write_stamp()
 
 
+@pytest.mark.parametrize("command", ["stamp", "page"])
+def test_commands_without_arguments_refuse_one(command, capsys):
+    """They write files: who asks for help must not get those."""
+    assert benchmarks.main([command, "-h"]) == 2
+    assert f"{command} takes no arguments; got -h" in capsys.readouterr().err
+
+
 def test_a_stamp_says_it_beside_a_git_that_is_older(checkout):
     (checkout / "jax_fp8gemm" / "a.py").write_text("a = 2\n")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
