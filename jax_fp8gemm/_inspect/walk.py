@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8gemm._inspect import site
 from jax_fp8gemm._primitives.joint import APART
+from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
 from jax_fp8gemm._sharding.manual_axes import match_varying
 
 # A key for each measurement, and the measurements (number of keys, number of fields).
@@ -115,10 +116,10 @@ class Walk:
                 results, found = self._run(eqn, operands, site.join(stack, eqn))
             if found is not None:
                 keys += found[0]
-                rows.append(_on_mesh_of_context(found[1]))
+                rows.append(found[1])
             values.update(zip(eqn.outvars, results, strict=True))
         results = [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
-        return results, (keys, jnp.concatenate(rows))
+        return results, (keys, _joined(rows))
 
     def _run(self, eqn: Any, operands: list[Any], stack: str) -> tuple[list[Any], Found | None]:
         name = eqn.primitive.name
@@ -165,7 +166,7 @@ class Walk:
         how = {name: params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, rows) = lax.scan(body, carry, xs, **how)
         identity = jnp.broadcast_to(self.measure.identity, (1, *rows.shape[1:]))
-        return [*carry, *ys], (keys, self.measure.merge(jnp.concatenate([rows, identity])))
+        return [*carry, *ys], (keys, self.measure.merge(_joined([rows, identity])))
 
     def _while(self, params: dict[str, Any], operands: list[Any], stack: str):
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
@@ -198,7 +199,7 @@ class Walk:
             def run(*args: Any):
                 results, (_, rows) = self._inner(params["branches"][i], args, stack)
                 before, after = (sum(map(len, keys)) for keys in (each[:i], each[i + 1 :]))
-                return results, jnp.concatenate([identity(before), rows, identity(after)])
+                return results, _joined([identity(before), rows, identity(after)])
 
             return run
 
@@ -225,13 +226,21 @@ class Walk:
         return results, (keys, self.measure.merge(rows))
 
 
-def _on_mesh_of_context(rows: jax.Array) -> jax.Array:
-    """Returns replicated rows. Ops of ours run where Explicit mesh axes are Auto, for a moment."""
-    if not (axes := jax.sharding.get_abstract_mesh().explicit_axes):
-        return rows
-    replicated = PartitionSpec(*(None,) * rows.ndim)
-    cast: Any = jax.sharding.auto_axes(lambda x: x, axes=axes, out_sharding=replicated)
-    return cast(rows)
+def _joined(rows: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates rows, replicated if the caller or one of them has Explicit mesh axes.
+
+    Ops of ours run where Explicit axes are Auto, for a moment. So rows measured there have other
+    axes in their type than those that a shard_map returned.
+    """
+    mesh = explicit_mesh(rows)
+    if mesh is None:
+        return jnp.concatenate(rows)
+    replicated = NamedSharding(mesh, PartitionSpec(None, None))
+    with jax.sharding.use_abstract_mesh(mesh):
+        cast: Any = jax.sharding.auto_axes(
+            lambda x: x, axes=mesh.explicit_axes, out_sharding=replicated
+        )
+        return jnp.concatenate([cast(row) for row in rows])
 
 
 def _scan_counts(params: dict[str, Any], num_operands: int) -> tuple[int, int]:

@@ -151,6 +151,23 @@ def test_explicit_axes_give_the_numbers_of_one_device():
     np.testing.assert_allclose(found.rows, alone.rows, rtol=1e-5)
 
 
+def test_a_shard_map_beside_explicit_axes():
+    """Its rows and those of a product around it, also where only the arrays say the mesh."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    spec, product = PartitionSpec("i", None), lambda x, w: matmul(x, w, implementation="xla")
+    x, w = (
+        jax.device_put(jnp.ones((256, 256)), jax.NamedSharding(mesh, s))
+        for s in (spec, PartitionSpec())
+    )
+    inside = jax.shard_map(product, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    collected = stats.collect(lambda x, w: product(inside(x, w), w))
+    with jax.set_mesh(mesh):
+        _, in_context = collected(x, w)
+    _, found = collected(x, w)
+    assert len(found.rows) == 4
+    np.testing.assert_array_equal(found.rows, in_context.rows)
+
+
 def test_a_gated_mlp_of_experts():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (256, 128), jnp.bfloat16)
