@@ -41,7 +41,11 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
     (num_experts, d, 2 f) and w_down (num_experts, f, d) are the experts, b_gate_up (num_experts, 2
     f) and b_down (num_experts, d) their biases. shared_gate_up (d, 2 s f) and shared_down (s f, d)
     are the s shared experts, as one MLP.
+
+    Raises:
+      TypeError: config is no MoEConfig.
     """
+    _check_config(config)
     d, f, g = config.hidden, config.intermediate, config.num_experts
     shared_f = config.num_shared_experts * f
     shapes: dict[str, tuple[int, ...]] = {"router": (d, g)}
@@ -94,8 +98,10 @@ def apply_block(
     Returns:
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
     Raises:
-      TypeError: options has another name. ValueError: d is not config.hidden. Others as moe_layer.
+      TypeError: config is no MoEConfig, or options has another name. ValueError: d is not
+        config.hidden. Others as moe_layer.
     """
+    _check_config(config)
     check_run_arguments("moe.block", options)
     x = _checked_tokens(config, x)
     is_invariant = check_recipe("moe.block", options.get("recipe", DEEPSEEK_V3)).batch_invariant
@@ -111,6 +117,14 @@ def apply_block(
         return _weighing_tokens(config, x, logits, experts, shared, how, is_invariant)
     bias = parameters.get("balance_bias")
     return moe_layer(x, logits, *experts, bias=bias, shared_expert=shared, **config.routing, **how)
+
+
+def _check_config(config: object) -> None:
+    if not isinstance(config, MoEConfig):
+        raise TypeError(
+            "moe.block: config must be a moe.configs.MoEConfig; got "
+            f"{checks.short_repr(config)}. moe.configs has those of models, such as MIXTRAL_8X7B."
+        )
 
 
 def _checked_tokens(config: MoEConfig, x: Any) -> jax.Array:

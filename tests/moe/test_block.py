@@ -137,3 +137,9 @@ def test_initial_matrices_are_those_of_one_linear_layer_each(name):
             assert not value.any()
         else:  # variance 1 / fan-in; 16 experts of 128 x 128 give 0.3 %
             assert abs(value.var() * shape[-2] - 1) < 0.1
+
+
+@pytest.mark.parametrize("run", [block.parameter_shapes, lambda c: block.apply_block(c, {}, None)])
+def test_a_name_is_no_config(run):
+    with raises(TypeError, r"config must be a moe.configs.MoEConfig; got 'MIXTRAL_8X7B'"):
+        run("MIXTRAL_8X7B")
