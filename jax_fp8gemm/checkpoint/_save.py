@@ -65,7 +65,10 @@ def save(
         string.
       ModuleNotFoundError: safetensors is not installed.
     """
-    from safetensors.numpy import save_file
+    try:
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{_OP} needs safetensors: pip install safetensors") from error
 
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(

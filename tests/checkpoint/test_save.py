@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from functools import partial
 
 import checkpoint_files as files
@@ -202,3 +203,9 @@ def test_a_dictionary_is_no_checkpoint(tmp_path):
     with raises(TypeError, match=r"^checkpoint.save: checkpoint must be a Checkpoint; got d"):
         checkpoint.save(tmp_path, {"w": jnp.ones((2, 2))})
     assert not list(tmp_path.iterdir())
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with raises(ModuleNotFoundError, match="needs safetensors: pip install safetensors"):
+        checkpoint.save(tmp_path, checkpoint.Checkpoint(TENSORS))
