@@ -1,6 +1,6 @@
 """Arrays on the GPU that end where mapped memory ends: a kernel that reads on faults.
 
-compute-sanitizer does not check the addresses that a tensor map makes. These arrays do.
+They find reads by tensor maps too, whose addresses no instruction names.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ def test_reads_nothing_past_the_end(op):
     "op, operand", [("quantize", 0), ("rows_by_squares", 0), ("rows_by_squares", 1)]
 )
 def test_a_read_past_the_end_faults(op, operand):
-    """The check itself: by ordinary loads, by a tensor map, and by bulk copies of scales."""
+    """The check itself: of a quantiser, and of values and scales in a product."""
     run = gpu_cases.run_program(op, "--past-end", str(operand), program="guarded_program.py")
     assert run.returncode != 0
     assert "ILLEGAL_ADDRESS" in run.stderr, run.stderr
