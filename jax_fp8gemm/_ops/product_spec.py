@@ -22,6 +22,7 @@ from jax_fp8gemm._ops.out_sharding import check_out_sharding
 from jax_fp8gemm._ops.precision import XlaPrecision, xla_precision_of
 from jax_fp8gemm._primitives.quantize_args import QuantizeArgs
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh
+from jax_fp8gemm._sharding.manual_axes import check_reduced
 
 # For jax.checkpoint_policies.save_only_these_names: the residuals and the result.
 CHECKPOINT_NAMES = ("fp8gemm_lhs", "fp8gemm_rhs", "fp8gemm_out")
@@ -161,6 +162,7 @@ def check_static_args(
     weights = None if isinstance(rhs, ScaledArray) else rhs
     spec = make_spec(op, lhs, weights, recipe, preferred_element_type, implementation)
     spec = replace(spec, xla_precision=check_precision(op, precision, spec))
+    check_reduced(op, (lhs, rhs))
     check_out_sharding(op, out_sharding, (lhs, rhs))
     return spec
 

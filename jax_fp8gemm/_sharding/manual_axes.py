@@ -5,12 +5,24 @@
 
 from __future__ import annotations
 
-from typing import TypeVarTuple, cast
+from typing import Any, TypeVarTuple, cast
 
 import jax
 from jax.sharding import PartitionSpec
 
 Operands = TypeVarTuple("Operands")
+
+
+def check_reduced(op: str, operands: Any) -> None:
+    """Raises ValueError if an array of `operands`, a pytree, is unreduced over mesh axes."""
+    for x in jax.tree.leaves(operands):
+        spec = jax.typeof(x).sharding.spec
+        if spec.unreduced:
+            raise ValueError(
+                f"{op}: operands must not be unreduced over mesh axes; got {jax.typeof(x)}, "
+                f"{spec}. Add up what the devices hold first: "
+                "jax.sharding.reshard(x, PartitionSpec())."
+            )
 
 
 def settle(op: str, x: jax.Array) -> jax.Array:
@@ -20,13 +32,9 @@ def settle(op: str, x: jax.Array) -> jax.Array:
     sum. NOTE: `with_auto_axes` must not see such a type. JAX would take a complete sum on the Auto
     mesh for the part of each device, and multiply the cotangent by the number of devices.
     """
+    check_reduced(op, x)
     sharding = jax.typeof(x).sharding
     spec = sharding.spec
-    if spec.unreduced:
-        raise ValueError(
-            f"{op}: operands must not be unreduced over mesh axes; got {jax.typeof(x)}, {spec}. "
-            "Add up what the devices hold first: jax.sharding.reshard(x, PartitionSpec())."
-        )
     if not spec.reduced:
         return x
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec.partitions)))

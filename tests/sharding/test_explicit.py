@@ -18,7 +18,16 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 
-from jax_fp8gemm import Recipe, dot_general, matmul, quantize, ragged_dot, ragged_dot_general
+from jax_fp8gemm import (
+    Recipe,
+    dot_general,
+    einsum,
+    matmul,
+    quantize,
+    quantize_weight,
+    ragged_dot,
+    ragged_dot_general,
+)
 from jax_fp8gemm._sharding.explicit_axes import reshape, reshaped_spec
 
 EXACT = Recipe(pow2_scale=True)
@@ -242,15 +251,51 @@ def test_what_travels(case):
     assert moves == (["all-reduce f32[512,512]"] if case == "rows" else [])
 
 
-def test_an_unreduced_operand_is_refused():
+SQUARE = 256
+DIMS = ((1,), (0,)), ((), ())
+SCALED = quantize(jnp.ones((SQUARE, SQUARE)), block=(128, 128))
+PAIR = quantize_weight(jnp.ones((SQUARE, SQUARE)))
+RAGGED_DIMS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+SIZES = jnp.int32([100, 156])
+# Of parts of a sum, and of whole arrays of the same shape.
+OF_PARTS = {
+    "matmul": [
+        lambda parts, whole: matmul(parts, whole),
+        lambda parts, whole: matmul(whole, parts),
+        lambda parts, whole: matmul(parts, whole, recipe="bf16"),
+        lambda parts, whole: matmul(parts, SCALED),
+        lambda parts, whole: matmul(parts, PAIR),
+    ],
+    "dot_general": [
+        lambda parts, whole: dot_general(parts, whole, DIMS),
+        lambda parts, whole: dot_general(whole, parts, DIMS, recipe="bf16"),
+    ],
+    "einsum": [
+        lambda parts, whole: einsum("mk,kn->mn", whole, parts),
+        lambda parts, whole: einsum("mk,kn->mn", parts, PAIR),
+    ],
+    "ragged_dot": [
+        lambda parts, whole: ragged_dot(parts, jnp.stack([whole, whole]), SIZES),
+        lambda parts, whole: ragged_dot(whole, parts[None], SIZES[:1], recipe="bf16"),
+    ],
+    "ragged_dot_general": [
+        lambda parts, whole: ragged_dot_general(parts, whole[None], SIZES[:1], RAGGED_DIMS),
+    ],
+    "quantize": [lambda parts, whole: quantize(parts)],
+    "quantize_weight": [lambda parts, whole: quantize_weight(parts)],
+}
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("op", OF_PARTS)
+def test_an_unreduced_operand_is_refused(op, is_jitted):
     with jax.set_mesh(mesh(AxisType.Explicit, shape=(4,))):
-        rows, columns = jax.device_put(integers(1, M, K), P(None, "x")), integers(2, K, N)
-        parts = jax.jit(partial(jnp.matmul, out_sharding=P(unreduced={"x"})))(
-            rows, jax.device_put(columns, P("x"))
-        )
-        for op in (lambda x: matmul(x, columns.T), lambda x: quantize(x)):
-            with raises(Exception, match="unreduced"):
-                op(parts)
+        whole = integers(1, SQUARE, SQUARE)
+        product = partial(jnp.matmul, out_sharding=P(unreduced={"x"}))
+        parts = jax.jit(product)(*(jax.device_put(whole, s) for s in (P(None, "x"), P("x"))))
+        for f in OF_PARTS[op]:
+            with raises(ValueError, match=f"^{op}: operands must not be unreduced over mesh axes"):
+                (jax.jit(f) if is_jitted else f)(parts, whole)
 
 
 # shape, spec, new shape, new spec; on a mesh of x = 2, y = 2
