@@ -5,7 +5,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import reference
 from assertions import REORDERED, assert_diff_below
