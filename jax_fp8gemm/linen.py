@@ -22,6 +22,8 @@ from jax_fp8gemm._ops.einsum import einsum
 from jax_fp8gemm.moe.block import (
     Initializer,
     apply_block,
+    cast_tokens,
+    check_dtypes,
     check_run_arguments,
     initial_parameter,
     parameter_shapes,
@@ -155,11 +157,12 @@ class MoE(nn.Module):
         expert.
         """
         check_run_arguments("MoE", self.options)
+        check_dtypes("MoE", self.dtype, self.param_dtype)
         shapes = parameter_shapes(self.config)
         if unknown := sorted(set(self.axes) - set(shapes)):
             raise ValueError(f"MoE: axes must name parameters of {list(shapes)}; got {unknown}")
         parameters = {name: self._parameter(name, shape) for name, shape in shapes.items()}
-        x = x.astype(self.dtype or x.dtype)
+        x = cast_tokens(x, self.dtype)
         return apply_block(self.config, parameters, x, return_load=return_load, **self.options)
 
     def _parameter(self, name: str, shape: tuple[int, ...]) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8gemm._data import arrays, checks
+from jax_fp8gemm._data.formats import FLOAT_DTYPES
 from jax_fp8gemm._data.kept_rounding import add_rounded, exact_f32, rounded
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
 from jax_fp8gemm._data.scaled_array import check_unquantised
@@ -75,6 +76,19 @@ def initial_parameter(
         return kernel_init(key, shape, dtype)
     keys = jax.random.split(key, shape[0])
     return jax.vmap(lambda key: kernel_init(key, shape[1:], dtype))(keys)
+
+
+def check_dtypes(op: str, dtype: Any, param_dtype: Any) -> None:
+    """Raises TypeError unless a module can have these dtypes; `dtype` may be None."""
+    checks.check_out_dtype(op, "param_dtype", param_dtype, FLOAT_DTYPES)
+    if dtype is not None:
+        checks.check_out_dtype(op, "dtype", dtype, FLOAT_DTYPES)
+
+
+def cast_tokens(x: Any, dtype: Any) -> Any:
+    """Returns x in `dtype`, or as it is for None. What is no array stays as it is, for errors."""
+    x = arrays.as_array(x)
+    return x if dtype is None or not arrays.is_array(x) else x.astype(dtype)
 
 
 def apply_block(

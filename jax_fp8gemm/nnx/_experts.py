@@ -10,14 +10,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_fp8gemm._data.activation import Activation
+from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.activation import Activation, check_activation
 from jax_fp8gemm._data.formats import Implementation
 from jax_fp8gemm._data.recipe import DEEPSEEK_V3, Recipe
+from jax_fp8gemm._ops.product_spec import check_recipe
 from jax_fp8gemm.moe import gated_mlp
 from jax_fp8gemm.moe.block import (
     Initializer,
     RunArguments,
     apply_block,
+    cast_tokens,
+    check_dtypes,
     check_run_arguments,
     initial_parameter,
     parameter_shapes,
@@ -48,6 +52,8 @@ class SwiGLU(nnx.Module):
     Attributes:
       w_gate_up: nnx.Param (d, 2 f), gate | up; in pieces if there are several.
       w_down: nnx.Param (f, d).
+    Raises:
+      TypeError: a dtype or the recipe is wrong. ValueError: activation or implementation is.
     """
 
     def __init__(
@@ -66,6 +72,10 @@ class SwiGLU(nnx.Module):
         w_down_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
+        check_recipe("SwiGLU", recipe)
+        checks.check_implementation("SwiGLU", implementation)
+        check_activation("SwiGLU", activation)
+        check_dtypes("SwiGLU", dtype, param_dtype)
         init = lambda *shape: kernel_init(rngs.params(), shape, param_dtype)
         self.w_gate_up = nnx.Param(init(hidden, 2 * intermediate), **w_gate_up_metadata)
         self.w_down = nnx.Param(init(intermediate, hidden), **w_down_metadata)
@@ -79,7 +89,7 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the MLP of x (..., d), of the same shape, in `dtype`."""
         return gated_mlp(
-            x.astype(self.dtype or x.dtype),
+            cast_tokens(x, self.dtype),
             self.w_gate_up[...],
             self.w_down[...],
             activation=self.activation,
@@ -119,7 +129,8 @@ class MoE(nnx.Module):
       router, w_gate_up, ...: nnx.Param. moe.block.parameter_shapes(config) lists them. One of them,
         balance_bias, is a BalanceBias, which no gradient trains.
     Raises:
-      ValueError: metadata names no parameter of this config. TypeError: options has another name.
+      TypeError: config is no MoEConfig, options has another name, a dtype or the recipe is wrong.
+      ValueError: metadata names no parameter of this config, or implementation is wrong.
     """
 
     def __init__(
@@ -134,6 +145,7 @@ class MoE(nnx.Module):
         **options: Unpack[RunArguments],
     ):
         check_run_arguments("MoE", options)
+        check_dtypes("MoE", dtype, param_dtype)
         shapes = parameter_shapes(config)
         if unknown := sorted(set(metadata) - set(shapes)):
             raise ValueError(f"MoE: metadata must name parameters of {list(shapes)}; got {unknown}")
@@ -159,7 +171,7 @@ class MoE(nnx.Module):
         With return_load it returns also the load, (num_experts,) int32: how many tokens chose each
         expert.
         """
-        x = x.astype(self.dtype or x.dtype)
+        x = cast_tokens(x, self.dtype)
         parameters = {name: getattr(self, name)[...] for name in parameter_shapes(self.config)}
         return apply_block(
             self.config, parameters, x, return_load=return_load, **dict(self.options)

@@ -152,6 +152,43 @@ def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
         ours.Einsum("ab,bc->ac", (2, 3), implementation="gpu", rngs=nnx.Rngs(0))
 
 
+# Each of these of SwiGLU, of nnx.MoE and of linen.MoE.
+WRONG = [
+    (dict(recipe="e4m3"), TypeError, "recipe must be a jax_fp8gemm.Recipe or of"),
+    (dict(implementation="gpu"), ValueError, "implementation must be None, 'cuda'"),
+    (dict(dtype=jnp.int32), TypeError, "dtype must be bf16, f16 or f32; got s32"),
+    (dict(param_dtype=jnp.int8), TypeError, "param_dtype must be bf16, f16 or f32; got s8"),
+]
+
+
+@pytest.mark.parametrize("kwargs, error, message", WRONG)
+def test_wrong_arguments_are_refused_when_a_module_is_made(kwargs, error, message):
+    with raises(error, match=f"^SwiGLU: {message}"):
+        ours.SwiGLU(8, 8, **kwargs, rngs=nnx.Rngs(0))
+    with raises(error, match=f"^MoE: {message}"):
+        ours.MoE(CONFIG, **kwargs, rngs=nnx.Rngs(0))
+    options = {n: x for n, x in kwargs.items() if "dtype" not in n}
+    layer = linen.MoE(CONFIG, options=options, **{n: kwargs[n] for n in set(kwargs) - set(options)})
+    with raises(error, match=f"^MoE: {message}"):
+        layer.init(jax.random.key(0), jnp.asarray(X))
+
+
+def test_a_wrong_activation_is_refused_when_swiglu_is_made():
+    with raises(ValueError, match="^SwiGLU: activation must be 'silu', .*; got 'swish'"):
+        ours.SwiGLU(8, 8, activation="swish", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_tokens_that_are_no_array_are_refused(dtype):
+    tokens = X.tolist()
+    with raises(TypeError, match="^gated_mlp: x must be an array; got list"):
+        ours.SwiGLU(128, 128, dtype=dtype, rngs=nnx.Rngs(0))(tokens)
+    with raises(TypeError, match="^moe.block: x must be an array; got list"):
+        ours.MoE(CONFIG, dtype=dtype, rngs=nnx.Rngs(0))(tokens)
+    with raises(TypeError, match="^moe.block: x must be an array; got list"):
+        linen.MoE(CONFIG, dtype=dtype).init(jax.random.key(0), tokens)
+
+
 def test_wrong_options_of_linen_are_refused():
     layer = linen.MoE(CONFIG, options={"top_k": 3})
     with raises(TypeError, match=r"^MoE: options must be of .*'mesh'\]; got \['top_k'\]\. The"):
