@@ -1,4 +1,11 @@
-"""FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX."""
+"""FP8 matrix multiplication with fine-grained scaling on Hopper GPUs, for JAX.
+
+The modules checkpoint, linen, maxtext, nnx, qwix and tokamax are imported where they are first
+used, because most of them need other packages.
+"""
+
+import importlib as _importlib
+import typing as _typing
 
 from jax_fp8gemm._runtime import jax_drift as _jax_drift  # noqa: F401 (first: says which JAX is needed)
 
@@ -35,5 +42,20 @@ from jax_fp8gemm._runtime.backend_info import BackendInfo as BackendInfo
 from jax_fp8gemm._runtime.backend_info import backend_info as backend_info
 from jax_fp8gemm._runtime.extension import EXPORT_CHECKS as EXPORT_CHECKS
 from jax_fp8gemm._runtime.extension import FallbackWarning as FallbackWarning
+
+if _typing.TYPE_CHECKING:
+    from jax_fp8gemm import checkpoint as checkpoint
+    from jax_fp8gemm import linen as linen
+    from jax_fp8gemm import maxtext as maxtext
+    from jax_fp8gemm import nnx as nnx
+    from jax_fp8gemm import qwix as qwix
+    from jax_fp8gemm import tokamax as tokamax
+else:
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name in ("checkpoint", "linen", "maxtext", "nnx", "qwix", "tokamax"):
+            return _importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"

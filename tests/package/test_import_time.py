@@ -1,10 +1,13 @@
 """What the import of the package adds to that of JAX."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+import jax_fp8gemm
 
 # The package is imported three times. From the second time on its bytecode is in a file. The calls
 # of the third time are counted: they are the same on every machine, and seconds are not.
@@ -52,3 +55,36 @@ def test_the_import_calls_few_functions(added):
 def test_the_import_brings_nothing_but_the_package_and_parts_of_jax(added):
     _, packages = added
     assert packages == ["jax", "jax_fp8gemm"]
+
+
+# Each module that is imported where it is first used, a name of it, and the packages it needs.
+ON_FIRST_USE = [
+    ("checkpoint", "load", []),
+    ("linen", "Dense", ["flax"]),
+    ("maxtext", "Quantization", ["flax"]),
+    ("nnx", "Linear", ["flax"]),
+    ("qwix", "Provider", ["qwix"]),
+    ("tokamax", "ragged_dot", []),
+]
+
+
+@pytest.mark.parametrize("module, name, packages", ON_FIRST_USE)
+def test_a_module_is_imported_where_it_is_first_used(module, name, packages):
+    for package in packages:
+        pytest.importorskip(package)
+    program = f"import jax_fp8gemm; print(jax_fp8gemm.{module}.{name}.__name__)"
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
+
+
+def test_every_public_module_is_an_attribute():
+    folder = pathlib.Path(jax_fp8gemm.__file__).parent
+    found = {path.name.partition(".")[0] for path in folder.iterdir() if path.name[0] != "_"}
+    found = {name for name in found if name.isidentifier() and name != "py"}
+    assert found == {"moe", "stats", "checkpoint_policies", *(name for name, *_ in ON_FIRST_USE)}
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="'jax_fp8gemm' has no attribute 'gemm'"):
+        jax_fp8gemm.gemm  # noqa: B018
