@@ -32,14 +32,51 @@ def sharding_rules(
       rules: (regular expression, PartitionSpec) pairs. The spec is that of the loaded tensor: of a
         quantised weight (k, n), of stacked experts (E, d, 2 f) and (E, f, d). Tensors without a
         rule are replicated.
+    Raises:
+      TypeError: mesh is no Mesh, or rules are no pairs of a string and a PartitionSpec.
+      ValueError: a string is no regular expression, or the mesh lacks an axis of a spec.
     """
-    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"{_RULES}: mesh must be a jax.sharding.Mesh; got {checks.short_repr(mesh)}"
+        )
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        given = type(rules).__name__
+        raise TypeError(f"{_RULES}: rules must be a list of {_PAIRS}; got {given}")
+    compiled = [_compiled_rule(mesh, rule) for rule in rules]
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def sharding(name: str, shape: tuple[int, ...]) -> Sharding:
-        specs = (spec for pattern, spec in compiled if pattern.search(name))
-        return NamedSharding(mesh, next(specs, PartitionSpec()))
+        found = (sharding for pattern, sharding in compiled if pattern.search(name))
+        return next(found, everywhere)
 
     return sharding
+
+
+_RULES = "checkpoint.sharding_rules"
+_PAIRS = "pairs (regular expression, PartitionSpec)"
+
+
+def _compiled_rule(mesh: Mesh, rule: object) -> tuple[re.Pattern[str], NamedSharding]:
+    match rule:
+        case (str() as text, PartitionSpec() as spec):
+            pass
+        case _:
+            got = checks.short_repr(rule)
+            raise TypeError(f"{_RULES}: each rule must be one of {_PAIRS}; got {got}")
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"{_RULES}: a rule must begin with a regular expression; got {text!r}, {error}"
+        ) from None
+    try:
+        return pattern, NamedSharding(mesh, spec)
+    except ValueError as error:
+        raise ValueError(
+            f"{_RULES}: a spec must name axes of the mesh, {mesh.axis_names}; got {spec} for "
+            f"{text!r}. {error}"
+        ) from None
 
 
 def loaded_shape(weight: Weight) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def save(
     Raises:
       ValueError: the folder holds safetensors files, two tensors have one name, an array has shards
         on other processes, a scale cannot be written exactly in the dtype it came in, or load would
-        refuse it. Nothing is written then.
+        refuse it. Nothing is written then. Or max_file_bytes is not above 0.
       TypeError: what is no array, has a dtype that safetensors does not know, or a name that is no
         string.
       ModuleNotFoundError: safetensors is not installed.
@@ -78,6 +78,8 @@ def save(
     if not isinstance(max_file_bytes, numbers.Real):
         given = checks.short_repr(max_file_bytes)
         raise TypeError(f"{_OP}: max_file_bytes must be a number; got {given}")
+    if not max_file_bytes > 0:
+        raise ValueError(f"{_OP}: max_file_bytes must be above 0; got {max_file_bytes}")
     folder = Path(path)
     outputs = [o for name in checkpoint.tensors for o in _outputs(checkpoint, name)]
     _check_outputs(folder, outputs)

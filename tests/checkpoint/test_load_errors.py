@@ -4,10 +4,11 @@ import json
 import re
 
 import checkpoint_files as files
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from errors import without_annotation_checks
+from errors import raises, without_annotation_checks
 from jax.sharding import PartitionSpec as P
 
 from jax_fp8gemm import checkpoint
@@ -183,6 +184,30 @@ def test_shardings_that_are_no_rules(tmp_path, shardings):
     words = "shardings must be a dict by name, a function", "PartitionSpec", "sharding_rules(mesh, "
     with without_annotation_checks():
         refused(file, *words, shardings=shardings)
+
+
+@pytest.mark.parametrize(
+    "rules, error, message",
+    [
+        ({"w": P("x")}, TypeError, r"rules must be a list of pairs .*; got dict"),
+        ("wx", TypeError, r"rules must be a list of pairs .*; got str"),
+        ([("w", "x")], TypeError, r"each rule must be .*; got \('w', 'x'\)"),
+        ([("w", P("x"), 1)], TypeError, r"each rule must be .*; got \('w', P"),
+        ([("(", P("x"))], ValueError, r"with a regular expression; got '\(', missing"),
+        ([("w", P("y"))], ValueError, r"axes of the mesh, \('x',\); got P.* for 'w'"),
+    ],
+)
+def test_wrong_rules_are_refused_before_anything_is_read(rules, error, message):
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    message = f"^checkpoint.sharding_rules: .*{message}"
+    with without_annotation_checks(), raises(error, match=message):
+        checkpoint.sharding_rules(mesh, rules)
+
+
+def test_rules_without_a_mesh_are_refused():
+    message = "^checkpoint.sharding_rules: mesh must be a jax.sharding.Mesh; got None"
+    with without_annotation_checks(), raises(TypeError, match=message):
+        checkpoint.sharding_rules(None, [])
 
 
 def test_names(tmp_path):

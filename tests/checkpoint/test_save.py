@@ -197,6 +197,8 @@ def test_a_file_must_hold_a_number_of_bytes(tmp_path):
         raises(TypeError, match="max_file_bytes must be a number; got None"),
     ):
         checkpoint.save(tmp_path, checkpoint.Checkpoint({}), max_file_bytes=None)
+    with raises(ValueError, match="max_file_bytes must be above 0; got 0"):
+        checkpoint.save(tmp_path, checkpoint.Checkpoint({}), max_file_bytes=0)
 
 
 def test_a_dictionary_is_no_checkpoint(tmp_path):
