@@ -253,18 +253,16 @@ def test_what_travels(case):
 
 SQUARE = 256
 DIMS = ((1,), (0,)), ((), ())
-SCALED = quantize(jnp.ones((SQUARE, SQUARE)), block=(128, 128))
-PAIR = quantize_weight(jnp.ones((SQUARE, SQUARE)))
 RAGGED_DIMS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-SIZES = jnp.int32([100, 156])
+SIZES = np.int32([100, 156])
 # Of parts of a sum, and of whole arrays of the same shape.
 OF_PARTS = {
     "matmul": [
         lambda parts, whole: matmul(parts, whole),
         lambda parts, whole: matmul(whole, parts),
         lambda parts, whole: matmul(parts, whole, recipe="bf16"),
-        lambda parts, whole: matmul(parts, SCALED),
-        lambda parts, whole: matmul(parts, PAIR),
+        lambda parts, whole: matmul(parts, quantize(whole, block=(128, 128))),
+        lambda parts, whole: matmul(parts, quantize_weight(whole)),
     ],
     "dot_general": [
         lambda parts, whole: dot_general(parts, whole, DIMS),
@@ -272,7 +270,7 @@ OF_PARTS = {
     ],
     "einsum": [
         lambda parts, whole: einsum("mk,kn->mn", whole, parts),
-        lambda parts, whole: einsum("mk,kn->mn", parts, PAIR),
+        lambda parts, whole: einsum("mk,kn->mn", parts, quantize_weight(whole)),
     ],
     "ragged_dot": [
         lambda parts, whole: ragged_dot(parts, jnp.stack([whole, whole]), SIZES),
