@@ -18,7 +18,7 @@ RESULTS = "benchmarks/results"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    others = "other commands, in place of FAMILY: suite, spread, warm-deepgemm, stamp, page, plot"
+    others = "in place of FAMILY: suite, spread, warm-deepgemm, tile-times, stamp, page, plot"
     parser = argparse.ArgumentParser(
         prog="python -m jax_fp8gemm bench", description=__doc__, epilog=others
     )

@@ -187,10 +187,10 @@ class Rules:
 
     def jvp(self, primals, tangents, **params):
         raise NotImplementedError(
-            f"{self.op}: matmul, dot_general, ragged_dot, ragged_dot_general, moe_mlp and "
-            f"moe_layer are differentiable once, in reverse mode, and {self.op} is not: FP8 values "
-            "have no useful tangents. Take no gradient of a gradient. Pass a product w itself "
-            "rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
+            f"{self.op}: matmul, dot_general, einsum, ragged_dot, ragged_dot_general, gated_mlp, "
+            f"moe_mlp and moe_layer are differentiable once, in reverse mode, and {self.op} is "
+            "not: FP8 values have no useful tangents. Take no gradient of a gradient. Pass a "
+            "product w itself rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
         )
 
 

@@ -65,7 +65,8 @@ def permute(
     count = checks.as_index(num_experts)
     if count is None or count < 1:
         raise ValueError(
-            f"{op}: num_experts must be at least 1; got {checks.short_repr(num_experts)}"
+            f"{op}: num_experts must be an integer, at least 1; got "
+            f"{checks.short_repr(num_experts)}"
         )
     checks.check_count(op, "num_experts", count, indices)
     _check_choices(op, indices)

@@ -77,7 +77,9 @@ def check_types(op: str, routing: Routing) -> None:
             raise TypeError(f"{op}: {name} must be None or an integer; got {got}")
     scale = routing.scale
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
-        raise TypeError(f"{op}: scale must be a number; got {checks.short_repr(scale)}")
+        raise TypeError(
+            f"{op}: scale must be a number of Python or NumPy; got {checks.short_repr(scale)}"
+        )
     if not 0 < scale <= _LARGEST:
         got = checks.short_repr(scale)
         raise ValueError(f"{op}: scale must be above 0 and finite in f32; got {got}")
@@ -91,7 +93,7 @@ def as_top_k(op: str, top_k: Any, experts: Any) -> int:
     number, (num_experts, got) = checks.as_index(top_k), _count(experts)
     if number is None or number not in range(1, num_experts + 1):
         raise ValueError(
-            f"{op}: top_k must be 1..num_experts; got {checks.short_repr(top_k)}, {got}"
+            f"{op}: top_k must be an integer, 1..num_experts; got {checks.short_repr(top_k)}, {got}"
         )
     checks.check_count(op, "num_experts", num_experts, got)
     return number

@@ -53,8 +53,12 @@ def test_each_preset_runs_scaled_down(name):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (dict(top_k=8), ValueError, r"top_k must be 1..num_experts; got 8, num_experts 4$"),
-        (dict(top_k=2.0), ValueError, "top_k must be 1..num_experts; got 2.0, "),
+        (
+            dict(top_k=8),
+            ValueError,
+            r"top_k must be an integer, 1..num_experts; got 8, num_experts 4$",
+        ),
+        (dict(top_k=2.0), ValueError, "top_k must be an integer, 1..num_experts; got 2.0, "),
         (dict(scoring="foo"), ValueError, "scoring must be 'softmax', .*; got 'foo'$"),
         (dict(activation="relu"), ValueError, "activation must be 'silu', .*; got 'relu'$"),
         (dict(hidden=0), ValueError, "hidden must be an integer, 1 or more; got 0$"),
@@ -84,7 +88,10 @@ def test_a_block_that_cannot_be_is_refused_when_it_is_made(arguments, error, mes
 
 
 def test_scaled_down_refuses_fewer_experts_than_the_router_chooses():
-    with raises(ValueError, match="^MoEConfig: top_k must be 1..num_experts; got 2, num_experts 1"):
+    with raises(
+        ValueError,
+        match="^MoEConfig: top_k must be an integer, 1..num_experts; got 2, num_experts 1",
+    ):
         configs.MIXTRAL_8X7B.scaled_down(num_experts=1)
 
 

@@ -168,7 +168,7 @@ CHOICES = jnp.zeros((4, 1), jnp.int32), X[:, :1]
         (CHOICES, dict(n_group=2, topk_group=1), ValueError, "n_group, topk_group must go with"),
         (LOGITS, dict(bias=X[0]), ValueError, r"each of 6 experts; got bias f32\[8\]"),
         (LOGITS, dict(n_group=4, topk_group=1), ValueError, "n_group must divide the experts"),
-        (LOGITS, dict(scale="2"), TypeError, "scale must be a number; got '2'"),
+        (LOGITS, dict(scale="2"), TypeError, "scale must be a number of Python or NumPy; got '2'"),
         (LOGITS, dict(return_load=1), TypeError, "return_load must be True or False; got 1"),
     ],
 )  # fmt: skip

@@ -228,8 +228,9 @@ TOP = jnp.zeros((4, 2), jnp.int32)
 BAD_LAYERS = [
     ((X, LOGITS2, UP, DOWN), {}, ValueError, "top_k must be given where router is an array"),
     ((X, LOGITS2, UP, DOWN), dict(top_k=6), ValueError,
-     r"top_k must be 1..num_experts; got 6, logits f32\[4,5\]"),
-    ((X, LOGITS2, UP, DOWN), dict(top_k=[2]), ValueError, r"top_k must be 1.* got \[2\]"),
+     r"top_k must be an integer, 1..num_experts; got 6, logits f32\[4,5\]"),
+    ((X, LOGITS2, UP, DOWN), dict(top_k=[2]), ValueError,
+     r"top_k must be an integer, .* got \[2\]"),
     ((X, LOGITS2, UP, DOWN), dict(top_k=2, scoring=["softmax"]), ValueError,
      r"scoring must be 'softmax', 'sigmoid' or 'sqrtsoftplus'; got \['softmax'\]"),
     ((X, LOGITS2[:, 1:], UP, DOWN), dict(top_k=2), ValueError,

@@ -217,7 +217,9 @@ def test_bad_operands_raise(function, args, error, message):
 
 def test_bad_num_experts_raises():
     for number in (0, 2.0, "2"):
-        with raises(ValueError, match=f"permute: num_experts must be at least 1; got {number!r}"):
+        with raises(
+            ValueError, match=f"permute: num_experts must be an integer, at least 1; got {number!r}"
+        ):
             permute(X, TOP, number)
     with raises(TypeError, match="permute: num_experts must be static; got a traced s32"):
         jax.jit(permute)(X, TOP, 2)

@@ -104,9 +104,9 @@ def test_the_gradient_of_route_is_that_of_its_differences(scoring):
     "logits, kwargs, error, message",
     [
         (LOGITS, dict(top_k=0), ValueError, r"1..num_experts; got 0, logits f32\[40,6\]"),
-        (LOGITS, dict(top_k=2.0), ValueError, "top_k must be 1..num_experts; got 2.0"),
+        (LOGITS, dict(top_k=2.0), ValueError, "top_k must be an integer, 1..num_experts; got 2.0"),
         (LOGITS, dict(top_k=2, normalize="no"), TypeError, "normalize must be True or False; got"),
-        (LOGITS, dict(top_k=7), ValueError, "top_k must be 1..num_experts; got 7"),
+        (LOGITS, dict(top_k=7), ValueError, "top_k must be an integer, 1..num_experts; got 7"),
         (LOGITS, dict(top_k=2, scoring="relu"), ValueError, "'sqrtsoftplus'; got 'relu'"),
         (LOGITS[0, 0], dict(top_k=2), ValueError, r"must be \(\.\.\., num_experts\); got"),
         (LOGITS.astype(int), dict(top_k=2), TypeError, "must be bf16, f16 or f32; got logits s32"),

@@ -170,7 +170,8 @@ def test_scores_that_all_underflow_keep_their_ratio(scoring):
         (dict(scale=0), ValueError, "scale must be above 0 and finite in f32; got 0"),
         (dict(scale=np.inf), ValueError, "above 0 and finite in f32; got inf"),
         (dict(scale=10**400), ValueError, "above 0 and finite in f32; got int"),
-        (dict(scale=True), TypeError, "scale must be a number; got True"),
+        (dict(scale=True), TypeError, "scale must be a number of Python or NumPy; got True"),
+        (dict(scale=jnp.float32(2)), TypeError, r"scale must be a number of .*; got f32\[\]"),
         (dict(return_load=None), TypeError, "return_load must be True or False; got None"),
     ],
 )  # fmt: skip

@@ -165,9 +165,9 @@ def test_a_program_may_hold_constants_of_other_devices():
 
 @pytest.mark.parametrize("number", [jnp.ones(3), np.ones((2, 2)), "2", 1.0, None], ids=str)
 def test_no_number_of_experts(number):
-    with raises(ValueError, match="^permute: num_experts must be at least 1; got "):
+    with raises(ValueError, match="^permute: num_experts must be an integer, at least 1; got "):
         moe.permute(X, CHOICES, number)
-    with raises(ValueError, match="^route: top_k must be 1..num_experts; got "):
+    with raises(ValueError, match="^route: top_k must be an integer, 1..num_experts; got "):
         moe.route(X, number)
 
 
