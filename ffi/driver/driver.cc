@@ -1,10 +1,12 @@
 #include "driver/driver.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "members.h"
@@ -63,14 +65,26 @@ ffi::ErrorOr<Driver*> Open() {
   return driver;
 }
 
+// Of GetDriver(). Never deleted, and read without a lock.
+std::atomic<const ffi::ErrorOr<Driver*>*> first_answer{nullptr};
+
+// Held while the driver is opened. The child of a fork gets another one: the thread that holds it
+// may not be there. A local static would not do, for the same reason.
+std::atomic<std::mutex*> opening{new std::mutex()};
+
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { opening = new std::mutex(); });
+
 }  // namespace
 
 ffi::ErrorOr<const Driver*> GetDriver() {
-  static const ffi::ErrorOr<Driver*>& driver = *new ffi::ErrorOr<Driver*>(Open());
-  if (driver.has_error()) {
-    return Failure(driver.error());
+  if (first_answer == nullptr) {
+    std::lock_guard<std::mutex> lock(*opening.load());
+    if (first_answer == nullptr) first_answer = new ffi::ErrorOr<Driver*>(Open());
   }
-  return *driver;
+  const ffi::ErrorOr<Driver*>& answer = *first_answer.load();
+  if (answer.has_error()) return Failure(answer.error());
+  return *answer;
 }
 
 ffi::ErrorOr<CUdevice> CurrentDevice(const Driver& driver) {

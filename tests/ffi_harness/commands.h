@@ -30,6 +30,9 @@ void RunFaults(const std::vector<Case>& cases);
 // the function that failed.
 void RunOpening(const std::vector<Case>& cases, long nth);
 
+// A process forks while another of its threads opens the driver. The child makes the call.
+void RunFork(const Case& c);
+
 // Threads share one cache, each on a device of its own.
 void RunThreads(uint64_t seed, int num_threads, long num_calls, const ConfigLists& lists,
                 const std::string& cache_dir);

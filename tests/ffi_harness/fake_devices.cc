@@ -13,6 +13,7 @@ namespace fake {
 namespace {
 
 int Init(unsigned) {
+  WaitInInit();
   FAKE_ENTER("cuInit");
   return kSuccess;
 }

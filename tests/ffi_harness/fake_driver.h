@@ -58,6 +58,12 @@ void SetDevice(int device);
 // The stream that belongs to a device.
 void* StreamOf(int device);
 
+// Lets the next cuInit take this long.
+void DelayInit(int milliseconds);
+
+// Whether a cuInit that was delayed is under way.
+bool IsInInit();
+
 // Calls so far, cuGetProcAddress included.
 long NumCalls();
 

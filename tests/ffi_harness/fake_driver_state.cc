@@ -1,7 +1,9 @@
 #include "fake_driver_state.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 namespace fake {
@@ -15,6 +17,8 @@ int InitialDeviceCount() {
 std::atomic<int> num_devices{InitialDeviceCount()};
 std::atomic<long> num_calls{0}, calls_to_failure{0};
 std::atomic<int> failure{0};
+std::atomic<int> init_milliseconds{0};
+std::atomic<bool> is_in_init{false};
 thread_local int current_device = 0;
 thread_local Work current_work;
 
@@ -31,6 +35,14 @@ int Enter(const char* name) {
   std::lock_guard<std::mutex> lock(GetState().mutex);
   GetState().failed_call = name;
   return failure;
+}
+
+void WaitInInit() {
+  const std::chrono::milliseconds delay(init_milliseconds.exchange(0));
+  if (delay.count() == 0) return;
+  is_in_init = true;
+  std::this_thread::sleep_for(delay);
+  is_in_init = false;
 }
 
 int Refuse(const std::string& reason, int error) {
@@ -59,6 +71,10 @@ void SetDeviceCount(int count) { num_devices = count; }
 void SetDevice(int device) { current_device = device; }
 
 void* StreamOf(int device) { return reinterpret_cast<void*>(uintptr_t{0x1000} + 16 * device); }
+
+void DelayInit(int milliseconds) { init_milliseconds = milliseconds; }
+
+bool IsInInit() { return is_in_init; }
 
 long NumCalls() { return num_calls; }
 

@@ -40,6 +40,9 @@ State& GetState();
 // Counts a call. kSuccess, or what FailCall makes it fail with.
 int Enter(const char* name);
 
+// Takes as long as DelayInit says.
+void WaitInInit();
+
 // Remembers why a call is refused. Returns `error`.
 int Refuse(const std::string& reason, int error = kInvalidValue);
 

@@ -5,7 +5,7 @@
 //                   quantize/quantize.cuh, copy_rows/copy_rows.cuh and sum_rows/sum_rows.cuh, of
 //                   any content
 //   seed=N calls=N threads=N cache=FOLDER
-// Commands: random, configs, tensor_maps, faults, opening, threads, record, handlers.
+// Commands: random, configs, tensor_maps, faults, opening, fork, threads, record, handlers.
 
 #include <cstdio>
 #include <cstdlib>
@@ -52,6 +52,8 @@ int Run(const std::string& command, Arguments& arguments) {
     RunFaults(cases());
   } else if (command == "opening") {
     RunOpening(cases(), calls);
+  } else if (command == "fork") {
+    RunFork(cases()[0]);
   } else if (command == "threads") {
     RunThreads(seed, arguments.Number("threads"), calls, lists(), cache);
   } else if (command == "record") {

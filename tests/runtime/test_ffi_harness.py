@@ -117,6 +117,10 @@ def test_every_call_of_opening_the_driver_may_fail(run):
     assert failed == [*expected, "cuCtxGetDevice"]
 
 
+def test_a_child_opens_the_driver_that_a_thread_of_its_parent_was_opening(run):
+    assert run("fork") == "fork: the child's call succeeded\n"
+
+
 def test_threads_share_kernels_and_devices(run):
     output = run("threads", seed=_SEED, threads=8, calls=2000 * _FACTOR)
     assert "8 shared" in output and f"made {2000 * _FACTOR} calls" in output
