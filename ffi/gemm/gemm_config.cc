@@ -80,6 +80,14 @@ std::string GatedName(const GemmConfig& config) {
 
 static_assert(kMaxSmemBytes == 232448, "the last rule below gives this number");
 
+// What must hold of the activation of a config and of its result h, or null if all does.
+const char* BrokenActivationRule(const GemmConfig& c) {
+  if (!c.gated && (c.activation != kSilu || c.h_e5m2 || c.h_pow2_scale)) {
+    return "activation, h_e5m2 and h_pow2_scale must be 0 without gated";
+  }
+  return HasRightConstants(ActivationOf(c)) ? nullptr : kConstantsRule;
+}
+
 // What must hold in a config with cluster_k above 1, or null if all does.
 const char* BrokenSplitRule(const GemmConfig& c) {
   const bool is_partial = c.partial_sums != 0;
@@ -107,6 +115,7 @@ const char* BrokenSplitRule(const GemmConfig& c) {
 
 // What must hold in a config whose fields are in range, or null if all does.
 const char* BrokenRule(const GemmConfig& c) {
+  if (const char* rule = BrokenActivationRule(c)) return rule;
   if (c.cluster_k > 1) return BrokenSplitRule(c);
   if (c.partial_sums != 0) return "partial_sums must go with cluster_k above 1";
   // First: what follows divides by the number of wgmmas side by side.
@@ -118,7 +127,8 @@ const char* BrokenRule(const GemmConfig& c) {
   const int64_t num_batches = num_row_subs * (c.block_n / c.sub_n);       // of one k-block
   const int64_t num_slabs_stored = num_row_subs * (c.block_n / SlabColumns(c));
   const int64_t num_sums = (num_row_subs * c.block_n + c.num_accums * c.sub_n) / 2;  // per thread
-  const int64_t num_registers = c.num_consumers == 1 ? 255 : SplitRegisters(c).consumer;
+  const int32_t set_registers = SplitRegisters(c).consumer;
+  const int64_t num_registers = set_registers == 0 ? 255 : set_registers;
   const struct {
     bool holds;
     const char* text;
@@ -154,9 +164,6 @@ const char* BrokenRule(const GemmConfig& c) {
                             c.cluster_m * c.cluster_n == 1 && c.num_stages >= kNumQuantizerWarps),
        "quantizes_lhs must go with dense products with 128x128 scales of rhs, without "
        "transpose_out and accumulate, block_m 64, one consumer, no cluster and at least 8 stages"},
-      {c.gated || (c.activation == kSilu && !c.h_e5m2 && !c.h_pow2_scale),
-       "activation, h_e5m2 and h_pow2_scale must be 0 without gated"},
-      {HasRightConstants(ActivationOf(c)), kConstantsRule},
       // The ring of slabs restarts at each tile: it must end a tile where it began.
       {c.num_slabs == 0 || c.num_slabs >= num_slabs_stored || num_slabs_stored % c.num_slabs == 0,
        "num_slabs must divide the slabs of a consumer's part of the tile"},

@@ -11,7 +11,8 @@
 //   weighted_swiglu_grad_quantize  the same, and weights (m) f32; ragged only
 //   gather_quantize       x (s, k), x_scale (s, k/128) f32 with its first dimension minor if x is
 //                         FP8, rows (m) s32 of any values, weights (m) f32 if weighted
-// bf16, f16 or f32 unless said otherwise, with 1 <= m, k <= 2^30. Results, in order:
+// bf16, f16 or f32 unless said otherwise, with 1 <= m, k <= 2^30; weighted_swiglu_grad_quantize
+// takes no f16. Results, in order:
 //   row               values (m, k), scale (m, k/128)
 //   column            values (k, m), scale (k, m/128)
 //   row_column        those four

@@ -98,6 +98,9 @@ ffi::Error CheckConfig(const QuantizeConfig& config) {
     return InvalidArgument(op, ": paired must go with source 2 or 5 and input 0; got source ",
                            config.source, ", input ", config.input);
   }
+  if (config.source == kWeightedSwigluGrad && config.input == 1) {
+    return InvalidArgument(op, ": input must be 0 or 2 (bf16, f32); got 1");
+  }
   if (config.source == kWeightedSwigluGrad && config.ragged == 0) {
     return InvalidArgument(op, ": ragged must be 1; got 0, mode ", kModes[config.mode]);
   }

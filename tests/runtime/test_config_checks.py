@@ -129,6 +129,8 @@ _QUANTIZING = _GEMM | dict(block_m=64, num_consumers=1, num_stages=8, quantizes_
         (dict(block_m=128, num_consumers=2), "quantizes_lhs must go with .* one consumer"),
         (dict(cluster_n=4), "quantizes_lhs must go with .* no cluster"),
         (dict(num_stages=7), "quantizes_lhs must go with .* at least 8 stages"),
+        # A lone consumer has 255 registers, but 232 where others quantise lhs. These are 240 sums.
+        (dict(block_n=160, sub_n=160, num_accums=2), "must fit the registers of a consumer"),
         (dict(sub_n=8, block_m=8, block_n=64, cluster_k=4, num_consumers=2, num_accums=4,
               num_stages=24, partial_sums=1), "must go with block_m 8, without partial_sums"),
         (dict(sub_n=16, block_m=16, block_n=64, cluster_k=8, num_consumers=2, num_accums=4,
@@ -166,6 +168,10 @@ _SPLIT = _GEMM | dict(block_m=8, block_n=64, sub_n=8, num_accums=4, num_stages=2
         (dict(grouping=1), "must go with dense products with 128x128 scales"),
         (dict(out_f32=1, accumulate=1), "without transpose_out and accumulate"),
         (dict(transpose_out=1), "without transpose_out and accumulate"),
+        (dict(activation=1), "activation, .* must be 0 without gated.* activation 1"),
+        (dict(h_e5m2=1), "h_e5m2 and h_pow2_scale must be 0 without.* h_e5m2 1"),
+        (dict(partial_sums=1, h_pow2_scale=1), "must be 0 without gated.* h_pow2_scale 1"),
+        (dict(limit=1), "0 without; got .*, activation 0, limit 1, alpha 0"),
     ],
     ids=str,
 )

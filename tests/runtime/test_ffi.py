@@ -307,6 +307,9 @@ def test_a_bad_attribute_is_an_error_and_not_the_end(quantize_on_cpu):
     message = "weighted_swiglu_grad_quantize: ragged must be 1; got 0, mode row"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         quantize_on_cpu(source=5, mode=0, ragged=0)
+    message = r"weighted_swiglu_grad_quantize: input must be 0 or 2 \(bf16, f32\); got 1"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        quantize_on_cpu(source=5, mode=0, ragged=1, input=1)
     for config, message in (
         (dict(more=1), "config must be a dictionary of 12 integers"),
         (dict(mode=None, model=0), "config must have an i32 mode; got model"),
