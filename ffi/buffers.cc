@@ -10,6 +10,10 @@ bool IsAligned(const ffi::AnyBuffer& buffer) {
   return address % 16 == 0 && (address != 0 || buffer.element_count() == 0);
 }
 
+bool IsMatrix(const ffi::AnyBuffer& buffer, ffi::DataType type) {
+  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
+}
+
 ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                        ffi::DataType type, std::initializer_list<int64_t> dims) {
   const auto actual = buffer.dimensions();

@@ -31,6 +31,9 @@ inline ffi::DataType Fp8Type(bool is_e5m2) {
 // null unless it is empty.
 bool IsAligned(const ffi::AnyBuffer& buffer);
 
+// Whether `buffer` has this type and two dimensions, and IsAligned.
+bool IsMatrix(const ffi::AnyBuffer& buffer, ffi::DataType type);
+
 // InvalidArgument unless `buffer` has this type and these dimensions and IsAligned.
 ffi::Error CheckBuffer(const char* op, const char* name, const ffi::AnyBuffer& buffer,
                        ffi::DataType type, std::initializer_list<int64_t> dims);

@@ -26,13 +26,9 @@ Operand OperandOf(const ffi::AnyBuffer& x) {
   return {x.untyped_data(), x.dimensions()[0], x.dimensions()[1]};
 }
 
-bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
-}
-
 ffi::Error CheckValues(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                        const ffi::AnyBuffer& rhs) {
-  if (!IsBuffer(lhs, Fp8Type(config.lhs_e5m2)) || !IsBuffer(rhs, Fp8Type(config.rhs_e5m2)) ||
+  if (!IsMatrix(lhs, Fp8Type(config.lhs_e5m2)) || !IsMatrix(rhs, Fp8Type(config.rhs_e5m2)) ||
       CeilDiv(lhs.dimensions()[1], kScaleBlock) != CeilDiv(rhs.dimensions()[1], kScaleBlock)) {
     return InvalidArgument("gemm: lhs must be ", ShortType(Fp8Type(config.lhs_e5m2)),
                            "[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),

@@ -17,10 +17,6 @@ namespace {
 
 constexpr const char* kOp = "quantizing_gemm";
 
-bool IsBuffer(const ffi::AnyBuffer& buffer, ffi::DataType type) {
-  return buffer.element_type() == type && buffer.dimensions().size() == 2 && IsAligned(buffer);
-}
-
 // The kernel's parameters but for the tensor maps, after a check of every buffer.
 ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuffer& lhs,
                                     const ffi::AnyBuffer& rhs, const ffi::AnyBuffer& rhs_scale,
@@ -28,7 +24,7 @@ ffi::ErrorOr<GemmParams> BindParams(const GemmConfig& config, const ffi::AnyBuff
   if (!config.quantizes_lhs) {
     return InvalidArgument(kOp, ": config must have quantizes_lhs 1; got 0");
   }
-  if (!IsBuffer(lhs, ffi::DataType::BF16) || !IsBuffer(rhs, Fp8Type(config.rhs_e5m2)) ||
+  if (!IsMatrix(lhs, ffi::DataType::BF16) || !IsMatrix(rhs, Fp8Type(config.rhs_e5m2)) ||
       CeilDiv(lhs.dimensions()[1], kScaleBlock) != CeilDiv(rhs.dimensions()[1], kScaleBlock)) {
     return InvalidArgument(
         kOp, ": lhs must be bf16[m,k] and rhs ", ShortType(Fp8Type(config.rhs_e5m2)),

@@ -45,7 +45,8 @@ std::string LoadedPath(void* symbol, const std::string& candidate) {
   return candidate;
 }
 
-// nullptr if `path` is not usable, with the reason in `fault`.
+// nullptr if `path` is not usable, with the reason in `fault`. A library that is refused stays
+// open: what it does when it is closed is not ours to know.
 std::unique_ptr<Nvrtc> Open(const std::string& path, std::string* fault) {
   if (path.find('/') != std::string::npos) {
     std::error_code error;

@@ -51,7 +51,7 @@ std::vector<Output> Outputs(const QuantizeConfig& config, const QuantizeParams& 
 ffi::Error BindQuantizeResults(const QuantizeConfig& config, const ffi::AnyBuffer& x,
                                const ffi::RemainingRets& results, QuantizeParams& params) {
   const char* op = QuantizeOp(config);
-  const ffi::DataType fp8 = config.e5m2 ? ffi::DataType::F8E5M2 : ffi::DataType::F8E4M3FN;
+  const ffi::DataType fp8 = Fp8Type(config.e5m2);
   const std::vector<Output> outputs = Outputs(config, params);
   const char* mode = QuantizeModeName(config.mode);
   if (results.size() != outputs.size()) {

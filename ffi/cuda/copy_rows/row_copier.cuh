@@ -33,19 +33,13 @@ namespace jax_fp8gemm {
 template <int kBytes>
 struct CopiedWord;
 
-// Loads are read-only. NOTE: volatile, or the compiler moves loads down to their first uses, and
-// fewer are in flight.
 template <>
 struct CopiedWord<16> {
-  uint4 bytes;
+  uint32_t words[4];
 
-  __device__ __forceinline__ void load(const uint8_t* source) {
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
-                 : "l"(source));
-  }
+  __device__ __forceinline__ void load(const uint8_t* source) { load_16_bytes(words, source); }
   __device__ __forceinline__ void store(uint8_t* target) const {
-    *reinterpret_cast<uint4*>(target) = bytes;
+    *reinterpret_cast<uint4*>(target) = {words[0], words[1], words[2], words[3]};
   }
 };
 

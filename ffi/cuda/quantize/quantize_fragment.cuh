@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ptx/convert.cuh"
+#include "ptx/ptx.cuh"
 
 namespace jax_fp8gemm {
 
@@ -14,21 +15,6 @@ enum Input { kBF16 = 0, kF16 = 1, kF32 = 2, kE4M3 = 3, kE5M2 = 4 };  // FP8: no 
 
 constexpr int kFragmentRows = 8;
 constexpr int kFragmentColumns = 8;
-
-// A read-only load. NOTE: volatile, or the compiler moves loads down to their first uses, and fewer
-// are in flight. NOTE: with L1::no_allocate quantisers take up to 1.07 of the time.
-__device__ __forceinline__ void load_16_bytes(uint32_t (&words)[4], const void* source) {
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "l"(source));
-}
-
-// The same of 4 bytes that other threads read too.
-__device__ __forceinline__ uint32_t load_4_bytes(const void* source) {
-  uint32_t word;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(source));
-  return word;
-}
 
 // Loads the first `count` (any integer) of 8 bytes in the same way. kIsAligned: the address and
 // `count` are multiples of 8.

@@ -15,12 +15,9 @@ struct AddedWord {
 
   uint32_t bits[kBytes == 16 ? 4 : 1];
 
-  // NOTE: volatile, or the compiler moves loads down to their first uses, and fewer are in flight.
   __device__ __forceinline__ void load(const uint8_t* source) {
     if constexpr (kBytes == 16) {
-      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
-                   : "l"(source));
+      load_16_bytes(bits, source);
     } else if constexpr (kBytes == 4) {
       bits[0] = __ldg(reinterpret_cast<const uint32_t*>(source));
     } else {
