@@ -27,6 +27,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jax_fp8gemm._runtime import jax_drift
+from jax_fp8gemm._sharding.proposed import read_proposals
 from jax_fp8gemm._sharding.rule import (
     Axes,
     PartitionRule,
@@ -35,7 +36,6 @@ from jax_fp8gemm._sharding.rule import (
     choose_axes,
     choose_scattered,
     extents_of,
-    padded_spec,
     spec_of_axes,
     summed_axes,
 )
@@ -121,8 +121,8 @@ def partitioned(
             mesh = Mesh(np.array(sorted_devices(operands[0].sharding)), ("devices",))
             operand_specs = result_specs = []
         else:
-            operand_specs = [padded_spec(x) for x in operands]
-            result_specs = [padded_spec(x) for x in results]
+            mesh, specs = read_proposals(mesh, [*operands, *results])
+            operand_specs, result_specs = specs[:num_read], specs[num_read:]
         extents = extents_of(rule, operands[:num_operands], results)
         axes = choose_axes(rule, extents, mesh.shape, operand_specs, result_specs)
         scattered = choose_scattered(rule, extents, mesh.shape, axes, result_specs)
@@ -152,7 +152,8 @@ def partitioned(
 
     function = custom_partitioning(run_without_copies)
     shardy_rule = partial(_sharding_rule, with_twins(rule, twin_of))
-    function.def_partition(partition, sharding_rule=shardy_rule)
+    # NOTE: JAX would decode the shardings, and raise for some that XLA proposes.
+    function.def_partition(partition, sharding_rule=shardy_rule, decode_shardings=False)
     num_copies = sum(len(sources) for sources in rule.following.values())
     return lambda *operands: function(*operands, *operands[:1] * num_copies)
 
