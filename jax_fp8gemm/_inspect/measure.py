@@ -119,7 +119,7 @@ def _quantisations(eqn: Any, operands: list[Any], results: list[Any]):
         if not modes.has_square_columns(mode):
             yield "column", columns, results[-2], results[-1]
         else:  # as matrices: the dimensions between k and m are no part of a block
-            yield "block", *(z.reshape(z.shape[0], -1) for z in (columns, *results[-2:]))
+            yield "block", *(jnp.moveaxis(z, 0, -2) for z in (columns, *results[-2:]))
 
 
 def _rows_of_groups(

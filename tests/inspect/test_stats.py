@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jax_fp8gemm
 import jax_fp8gemm.nnx
-from jax_fp8gemm import matmul, stats
+from jax_fp8gemm import Recipe, matmul, stats
 from jax_fp8gemm.moe.configs import MoEConfig
 
 _FMAX = 448.0
@@ -166,6 +166,18 @@ def test_a_shard_map_beside_explicit_axes():
     _, found = collected(x, w)
     assert len(found.rows) == 4
     np.testing.assert_array_equal(found.rows, in_context.rows)
+
+
+def test_square_blocks_of_a_batch():
+    """Each element of the batch has blocks of its own, however few its rows are."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (3, 4, 256)), jax.random.normal(keys[1], (256, 8))
+    loss = lambda w, x: matmul(x, w, recipe=Recipe(wgrad_lhs_block=(128, 128))).sum()
+    gradients = jax.vmap(jax.grad(loss), (None, 0))
+    records = stats.collect(gradients)(w, x)[1].records()
+    (block,) = (r for r in records if r["blocks"] == "block")
+    assert (block["operand"], block["shape"]) == ("lhs", "3x256x4")
+    assert 0.01 < block["error"] < 0.04 and block["flushed"] < 0.01
 
 
 def test_a_gated_mlp_of_experts():
