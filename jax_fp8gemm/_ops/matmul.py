@@ -24,7 +24,7 @@ from jax_fp8gemm._ops.contract import contract
 from jax_fp8gemm._ops.product import product, products
 from jax_fp8gemm._ops.product_spec import ProductSpec, Weights, check_static_args, out_spec_of
 from jax_fp8gemm._ops.weights import check_weights, unquantised
-from jax_fp8gemm._sharding.explicit_axes import reshape, reshard, reshard_first
+from jax_fp8gemm._sharding.explicit_axes import gather_over, reshape, reshard, reshard_first
 from jax_fp8gemm._sharding.manual_axes import settle
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def _broadcast_product(
             of_batch = PartitionSpec(*out_spec.partitions[: len(batch)])
             in_batch = lambda w: reshape(w, (*batch, *w.shape[-2:]))
             rhs = jax.tree.map(lambda w: reshard_first(in_batch(w), of_batch), rhs)
+            lhs = gather_over(lhs, of_batch)
         rhs = jax.tree.map(lambda w: reshape(w, (math.prod(batch), *w.shape[-2:])), rhs)
         multiply = jax.vmap(partial(product, spec, out_spec=last(2)), in_axes=(None, 0))
         out = multiply(reshape(lhs, (m, k)), rhs)

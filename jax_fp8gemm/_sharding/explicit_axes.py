@@ -96,6 +96,13 @@ def reshard_first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return reshard(x, PartitionSpec(*(axes or None for axes in (*first, *kept))))
 
 
+def gather_over(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gathers `x` over the axes that `spec`, of another array, names."""
+    used = {axis for axes in padded(spec, len(spec.partitions)) for axis in axes}
+    kept = (tuple(axis for axis in axes if axis not in used) for axes in padded_spec(jax.typeof(x)))
+    return reshard(x, PartitionSpec(*(axes or None for axes in kept)))
+
+
 def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Reshapes `x`, also where Explicit mesh axes cut it.
 

@@ -232,6 +232,20 @@ def test_batches_whose_result_is_cut_otherwise(lhs_shape, lhs_spec, rhs_shape, r
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("lhs_spec", [P(), P(None, "x")])
+def test_one_lhs_for_a_batch_that_an_axis_cuts(lhs_spec):
+    """The axis may cut k of lhs too: lhs is gathered, as in jnp.matmul."""
+    lhs, rhs, dout = integers(1, M, K), integers(2, 4, K, N), integers(3, 4, M, N)
+    vjp = lambda f, lhs, rhs, dout: (f(lhs, rhs), *jax.vjp(f, lhs, rhs)[1](dout))
+    expected = vjp(jnp.matmul, *map(jnp.asarray, (lhs, rhs, dout)))
+    with jax.set_mesh(mesh(AxisType.Explicit, shape=(4,))):
+        placed = map(jax.device_put, (lhs, rhs, dout), (lhs_spec, P("x"), P("x")))
+        found = jax.jit(partial(vjp, partial(matmul, recipe=EXACT)))(*placed)
+        assert jax.typeof(found[1]).sharding.spec == P(*lhs_spec, *[None] * (2 - len(lhs_spec)))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("case", ["rows", "reduced rhs", "unreduced result"])
 def test_what_travels(case):
     """Parts of a sum stay where they are if the types say so."""
