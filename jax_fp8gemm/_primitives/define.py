@@ -32,7 +32,13 @@ from jax_fp8gemm._primitives.rules import (
     without_twins,
 )
 from jax_fp8gemm._sharding.explicit_axes import explicit_mesh, reshard, result_specs, with_auto_axes
-from jax_fp8gemm._sharding.manual_axes import match_varying, replicate, settle
+from jax_fp8gemm._sharding.manual_axes import (
+    axes_of_batch,
+    cut_batch,
+    match_varying,
+    replicate,
+    settle,
+)
 
 __all__ = ["Arrays", "Forms", "MeshRules", "define_primitive"]
 
@@ -88,11 +94,15 @@ def define_primitive(
 
     def batch(operands, dims, twin_of=(), **params):
         operands, dims = (without_twins(xs, twin_of) for xs in (operands, dims))
+        axes = axes_of_batch(operands, dims)
         operands = [replicate(rules.op, x) for x in operands]
         if batch_rule is not None:
-            return batch_rule(operands, dims, **params)
-        results = bind_each(bind, operands, dims, **params)
-        return results, [0] * len(results)
+            results, result_dims = batch_rule(operands, dims, **params)
+        else:
+            results = bind_each(bind, operands, dims, **params)
+            result_dims = [0] * len(results)
+        # jax.vmap wants them cut as the operands are.
+        return list(map(partial(cut_batch, axes), results, result_dims)), result_dims
 
     # There are two primitives. The partitioned one cannot be lowered without devices. In a
     # shard_map the operands are shards already, and partitioning them may abort the process.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVarTuple, cast
 
 import jax
@@ -49,6 +50,23 @@ def replicate(op: str, x: jax.Array, from_dim: int = 0) -> jax.Array:
         return x
     kept = (*spec[:from_dim], *(None,) * (x.ndim - from_dim))
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*kept)))
+
+
+def axes_of_batch(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> Any:
+    """Returns what cuts the dimensions that jax.vmap maps: an entry of a PartitionSpec."""
+    specs = (jax.typeof(x).sharding.spec for x in operands)
+    mapped = (spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim is not None)
+    return next((axes for axes in mapped if axes is not None), None)
+
+
+def cut_batch(axes: Any, x: jax.Array, dim: int | None) -> jax.Array:
+    """Cuts dimension `dim` of `x`, which jax.vmap maps, by `axes`, from axes_of_batch."""
+    if axes is None or dim is None:
+        return x
+    sharding = jax.typeof(x).sharding
+    entries = list(sharding.spec.partitions)
+    entries[dim] = axes
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*entries)))
 
 
 def match_varying(*operands: *Operands) -> tuple[*Operands]:

@@ -246,6 +246,27 @@ def test_one_lhs_for_a_batch_that_an_axis_cuts(lhs_spec):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("lhs_shape, lhs_spec", [((2, M, K), P("y")), ((4, M, K), P(("y", "x")))])
+def test_a_batch_that_an_axis_beside_a_shard_map_cuts(lhs_shape, lhs_spec):
+    """y is manual, x stays Explicit. In lhs of one element a device of y, that one serves all."""
+    lhs, rhs = integers(1, *lhs_shape), integers(2, 2, K, N)
+    split = lambda x: x.reshape(2, -1, M, K)
+    f = partial(matmul, recipe=EXACT)
+    gradients = lambda f, lhs, rhs: jax.grad(lambda *x: f(*x).sum(), (0, 1))(lhs, rhs)
+    parts = [gradients(jnp.matmul, jnp.asarray(x), jnp.asarray(rhs)) for x in split(lhs)]
+    expected = np.concatenate([p[0] for p in parts]), np.sum([p[1] for p in parts], 0)
+    on = mesh(AxisType.Explicit, AxisType.Explicit, shape=(2, 2))
+    specs = P("y"), P()
+    mapped = jax.shard_map(
+        partial(gradients, f), mesh=on, in_specs=specs, out_specs=specs, axis_names={"y"}
+    )
+    with jax.set_mesh(on):
+        found = jax.jit(mapped)(jax.device_put(lhs, lhs_spec), jax.device_put(rhs, P("x")))
+        assert jax.typeof(found[1]).sharding.spec == P("x", None, None)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("case", ["rows", "reduced rhs", "unreduced result"])
 def test_what_travels(case):
     """Parts of a sum stay where they are if the types say so."""
