@@ -18,7 +18,8 @@ RESULTS = "benchmarks/results"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    others = "in place of FAMILY: suite, spread, warm-deepgemm, tile-times, stamp, page, plot"
+    commands = "suite, spread, warm-deepgemm, tile-times, stamp, page, plot"
+    others = f"other commands, in place of FAMILY: {commands}"
     parser = argparse.ArgumentParser(
         prog="python -m jax_fp8gemm bench", description=__doc__, epilog=others
     )

@@ -66,6 +66,7 @@ def test_help_of_bench(run, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("usage: python -m jax_fp8gemm bench ")
     assert "other commands, in place of FAMILY: suite, " in printed
+    assert "tile-times" in printed
 
 
 @pytest.mark.parametrize("run", [_bench, _benchmarks])
