@@ -11,7 +11,13 @@ from jax_fp8gemm._data import checks
 from jax_fp8gemm.checkpoint._checkpoint import Checkpoint
 from jax_fp8gemm.checkpoint._experts import stack_experts as stack
 from jax_fp8gemm.checkpoint._mxfp4 import RepackedValues
-from jax_fp8gemm.checkpoint._placement import Shardings, check_shardings, find_sharding, place
+from jax_fp8gemm.checkpoint._placement import (
+    Shardings,
+    check_names,
+    check_shardings,
+    find_sharding,
+    place,
+)
 from jax_fp8gemm.checkpoint._stored import find_tensors, refuse
 from jax_fp8gemm.checkpoint._weights import Weight, make_weights
 
@@ -46,8 +52,9 @@ def load(
       A Checkpoint. 64-bit tensors stay NumPy arrays unless jax_enable_x64 is set.
     Raises:
       ValueError: a file is missing, wrong or cut off, a scale is missing or wrong, a format is not
-        known, shardings is none of the above, a sharding does not fit, or no name is found. The
-        message names the file and the tensor.
+        known, shardings is none of the above, or with names=None a dict with the name of no loaded
+        tensor, a sharding does not fit, or no name is found. The message names the file and the
+        tensor.
     """
     check_shardings(shardings)
     if names is not None and not isinstance(names, str):
@@ -65,6 +72,8 @@ def load(
     loose, stacks = weights, {}
     if stack_experts:
         loose, stacks = stack(weights)
+    if names is None:
+        check_names(shardings, loose)
     found = {name: find_sharding(shardings, name, weight) for name, weight in loose.items()}
     return Checkpoint(
         tensors={name: place(weight, name, found[name]) for name, weight in loose.items()},

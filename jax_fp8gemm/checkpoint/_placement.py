@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,12 @@ def check_shardings(shardings: Shardings) -> None:
         checks.short_repr(shardings),
         "checkpoint.sharding_rules(mesh, [(regular expression, PartitionSpec)]) makes a function.",
     )
+
+
+def check_names(shardings: Shardings, loaded: Collection[str]) -> None:
+    """Raises ValueError if a dict of shardings has a name that no loaded tensor has."""
+    if isinstance(shardings, Mapping) and (unknown := sorted(set(shardings) - set(loaded))):
+        refuse("shardings must have names of loaded tensors alone", ", ".join(unknown[:5]))
 
 
 def find_sharding(shardings: Shardings, name: str, weight: Weight) -> Sharding:

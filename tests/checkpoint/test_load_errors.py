@@ -210,6 +210,12 @@ def test_rules_without_a_mesh_are_refused():
         checkpoint.sharding_rules(None, [])
 
 
+def test_a_sharding_of_no_tensor(tmp_path):
+    file = files.write(tmp_path / "x.safetensors", GOOD)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    refused(file, "names of loaded tensors", "got a.weigth", shardings={"a.weigth": one, "b": one})
+
+
 def test_names(tmp_path):
     file = files.write(tmp_path / "x.safetensors", GOOD)
     refused(file, "must be found", "'nothing'", names="nothing")
