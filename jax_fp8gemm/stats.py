@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_fp8gemm._data import checks
 from jax_fp8gemm._inspect import measure, table
 from jax_fp8gemm._inspect.walk import Walk, trace
 from jax_fp8gemm._runtime.warn import warn_caller
@@ -55,7 +56,9 @@ class Stats:
 
     def __str__(self) -> str:
         missed = [f"not looked into: {name}" for name in self.missed]
-        return "\n".join([table.text_table(self.records()), *missed])
+        records = self.records()
+        nothing = "no operand was quantised: no product of jax_fp8gemm ran in FP8"
+        return "\n".join([table.text_table(records) if records else nothing, *missed])
 
     def _repr_html_(self) -> str:
         return table.html_of("Stats", self.records())
@@ -72,12 +75,14 @@ def collect(function: Callable[..., Any]) -> Callable[..., tuple[Any, Stats]]:
     Args:
       function: takes and returns pytrees of arrays; it may be jitted. What it changes in its
         arguments in place is lost, with a UserWarning: the update of an NNX model, say. Collect
-        from what returns the gradients then, nnx.grad(loss).
+        from what returns the gradients then, flax.nnx.grad(loss).
     Returns:
       a function with the arguments of `function`, which are all arrays. It returns (result, Stats).
       It is jitted. It may be called in other jitted functions.
+    Raises:
+      TypeError: function is not callable.
     """
-
+    checks.check_callable("stats.collect", function)
     traced = _warning_of_changes(function)
 
     @jax.jit
@@ -110,7 +115,7 @@ def _warning_of_changes(function: Callable[..., Any]) -> Callable[..., Any]:
                 "stats.collect: function must return what it computes; got changes of "
                 f"{changed} arrays of its arguments in place, which are lost, and no quantisation "
                 "that only they need is measured. Collect from the function that returns the "
-                "gradients, as nnx.grad(loss), and update with them.",
+                "gradients, as flax.nnx.grad(loss), and update with them.",
                 UserWarning,
             )
         return result

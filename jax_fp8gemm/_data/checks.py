@@ -191,6 +191,12 @@ def check_bool(op: str, **values: object) -> None:
             raise TypeError(f"{op}: {name} must be True or False; got {short_repr(value)}")
 
 
+def check_callable(op: str, function: object) -> None:
+    """Raises TypeError unless `function` can be called."""
+    if not callable(function):
+        raise TypeError(f"{op}: function must be callable; got {short_repr(function)}")
+
+
 def as_index(x: object) -> int | None:
     """Returns `x` as an int, or None if it is no integer."""
     try:

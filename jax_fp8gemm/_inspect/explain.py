@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8gemm._data.checks import short_type
+from jax_fp8gemm._data.checks import check_callable, short_type
 from jax_fp8gemm._inspect import site, table
 from jax_fp8gemm._inspect.walk import Call, calls_of, trace
 from jax_fp8gemm._primitives.define import without_twins
@@ -63,6 +63,8 @@ class Explanation:
         return sum(record["runs"] * record[name] for record in self.records)
 
     def __str__(self) -> str:
+        if not self.records:
+            return "no op of jax_fp8gemm runs"
         total = f"total: {table.cell(self.time_us)} us predicted, {table.cell(self.flop)} FLOP"
         return f"{table.text_table(self.records)}\n{total}"
 
@@ -78,7 +80,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       args, kwargs: its arguments: pytrees of arrays, or of jax.ShapeDtypeStruct.
     Returns:
       an Explanation. Printed, it is a table.
+    Raises:
+      TypeError: function is not callable.
     """
+    check_callable("explain", function)
     jaxpr, _, _ = trace(function, *args, **kwargs)
     reason = _reason()
     return Explanation([_record(call, reason) for call in calls_of(jaxpr)])

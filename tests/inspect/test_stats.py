@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import undefined_rows
+from errors import raises
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -166,6 +167,20 @@ def test_a_shard_map_beside_explicit_axes():
     _, found = collected(x, w)
     assert len(found.rows) == 4
     np.testing.assert_array_equal(found.rows, in_context.rows)
+
+
+def test_a_program_without_fp8_says_so():
+    x = jnp.ones((8, 128))
+    _, found = stats.collect(lambda x: matmul(x, x.T, recipe="bf16"))(x)
+    assert str(found) == "no operand was quantised: no product of jax_fp8gemm ran in FP8"
+    assert str(jax_fp8gemm.explain(jnp.sin, x)) == "no op of jax_fp8gemm runs"
+
+
+def test_what_is_no_function_is_refused():
+    with raises(TypeError, match="^stats.collect: function must be callable; got f32"):
+        stats.collect(jnp.ones(3))
+    with raises(TypeError, match="^explain: function must be callable; got 3"):
+        jax_fp8gemm.explain(3, jnp.ones(3))
 
 
 def test_square_blocks_of_a_batch():
