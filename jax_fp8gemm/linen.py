@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +172,12 @@ class MoE(nn.Module):
         if name in self.axes:
             make = nn.with_partitioning(make, self.axes[name])
         return self.param(name, make)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if hasattr(nn, name):
+            message += f". It is one of Flax: flax.linen.{name}"
+        raise AttributeError(message)

@@ -5,7 +5,11 @@ parameters and initialisers are Flax's, so a checkpoint of one loads into the ot
 which `import jax_fp8gemm` does not import.
 """
 
+import typing as _typing
+
 try:
+    from flax import nnx as _nnx
+
     from jax_fp8gemm.nnx._experts import BalanceBias as BalanceBias
     from jax_fp8gemm.nnx._experts import MoE as MoE
     from jax_fp8gemm.nnx._experts import SwiGLU as SwiGLU
@@ -16,3 +20,12 @@ try:
     from jax_fp8gemm.nnx._weights import quantize_weights as quantize_weights
 except ImportError as error:
     raise ImportError("jax_fp8gemm.nnx needs Flax: pip install flax") from error
+
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.Any:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if hasattr(_nnx, name):
+            message += f". It is one of Flax: flax.nnx.{name}"
+        raise AttributeError(message)

@@ -173,6 +173,15 @@ def test_wrong_arguments_are_refused_when_a_module_is_made(kwargs, error, messag
         layer.init(jax.random.key(0), jnp.asarray(X))
 
 
+def test_a_name_of_flax_is_told_from_one_of_ours():
+    with pytest.raises(AttributeError, match="no attribute 'vmap'. It is one of Flax: flax.nnx.vm"):
+        ours.vmap  # noqa: B018
+    with pytest.raises(AttributeError, match="'Module'. It is one of Flax: flax.linen.Module$"):
+        linen.Module  # noqa: B018
+    with pytest.raises(AttributeError, match="'jax_fp8gemm.nnx' has no attribute 'SwiGlu'$"):
+        ours.SwiGlu  # noqa: B018
+
+
 def test_a_wrong_activation_is_refused_when_swiglu_is_made():
     with raises(ValueError, match="^SwiGLU: activation must be 'silu', .*; got 'swish'"):
         ours.SwiGLU(8, 8, activation="swish", rngs=nnx.Rngs(0))
