@@ -189,8 +189,9 @@ class Rules:
         raise NotImplementedError(
             f"{self.op}: matmul, dot_general, einsum, ragged_dot, ragged_dot_general, gated_mlp, "
             f"moe_mlp and moe_layer are differentiable once, in reverse mode, and {self.op} is "
-            "not: FP8 values have no useful tangents. Take no gradient of a gradient. Pass a "
-            "product w itself rather than quantize(w), or quantize jax.lax.stop_gradient(w)."
+            "not: FP8 values have no useful tangents. Take a gradient of a gradient with "
+            "recipe='bf16'. Where quantize(w) is differentiated, pass the op w itself or quantize "
+            "jax.lax.stop_gradient(w)."
         )
 
 
