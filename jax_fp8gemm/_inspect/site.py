@@ -13,7 +13,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 _OWN = "fp8gemm_"
 _RECOMPUTED = "rematted_computation"
 PREFIX = "jax_fp8gemm_"
-_COMPUTE_NOTHING = (PREFIX + "whole",)
+_COMPUTE_NOTHING = (PREFIX + "whole", PREFIX + "enter_auto_axes")
 
 
 def is_ours(eqn: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jax_fp8gemm._sharding.entry import enter
 from jax_fp8gemm._sharding.rule import (
     PartitionRule,
     Shaped,
@@ -56,6 +57,8 @@ def with_auto_axes(
     """Runs function(*operands), and leaves the sharding over Explicit mesh axes to the compiler.
 
     out_specs() says how such axes cut the results. It is called only if there are such axes.
+    NOTE: the function must make no constant arrays, as jnp.arange does, if it is to run in a scan
+    whose gradient is eager. No step changes them, and nothing takes them out with Explicit types.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
@@ -65,7 +68,7 @@ def with_auto_axes(
         Callable[..., Result],
         jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding),
     )
-    return on_auto_axes(*operands)
+    return on_auto_axes(*enter(operands))
 
 
 def explicit_mesh(operands: object) -> AbstractMesh | None:
@@ -89,18 +92,21 @@ def reshard(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
 
 def reshard_first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Reshards the first dimensions of `x` to `spec`, and gathers the others over its axes."""
-    first = padded(spec, len(spec.partitions))
-    used = {axis for axes in first for axis in axes}
-    others = padded_spec(jax.typeof(x))[len(first) :]
-    kept = (tuple(axis for axis in axes if axis not in used) for axes in others)
-    return reshard(x, PartitionSpec(*(axes or None for axes in (*first, *kept))))
+    num_first = len(spec.partitions)
+    others = _without_axes_of(spec, padded_spec(jax.typeof(x))[num_first:])
+    return reshard(x, PartitionSpec(*spec.partitions, *others))
 
 
 def gather_over(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Gathers `x` over the axes that `spec`, of another array, names."""
+    return reshard(x, PartitionSpec(*_without_axes_of(spec, padded_spec(jax.typeof(x)))))
+
+
+def _without_axes_of(
+    spec: PartitionSpec, entries: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...] | None]:
     used = {axis for axes in padded(spec, len(spec.partitions)) for axis in axes}
-    kept = (tuple(axis for axis in axes if axis not in used) for axes in padded_spec(jax.typeof(x)))
-    return reshard(x, PartitionSpec(*(axes or None for axes in kept)))
+    return [tuple(axis for axis in axes if axis not in used) or None for axes in entries]
 
 
 def reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:

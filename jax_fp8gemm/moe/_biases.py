@@ -59,12 +59,13 @@ def check_biases(op: str, biases: Any, w_gate_up: Any, w_down: Any) -> Biases | 
 @jax.custom_vjp
 def add_bias(x: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     """Returns x (m, n) plus, in f32, the row of bias (g, n) of each row's group."""
-    operands = x, bias, *groups
-    return with_auto_axes(_add_bias, operands, lambda: jax.typeof(x).sharding.spec)
+    # Not inside with_auto_axes, because of the constants: see its note on scans.
+    group = group_of_rows(groups.sizes, groups.first_row, x.shape[0])
+    return with_auto_axes(_add_bias, (x, bias, group), lambda: jax.typeof(x).sharding.spec)
 
 
-def _add_bias(x: jax.Array, bias: jax.Array, sizes: jax.Array, first_row: jax.Array) -> jax.Array:
-    rows = rows_of_bias(bias, group_of_rows(sizes, first_row, x.shape[0]))
+def _add_bias(x: jax.Array, bias: jax.Array, group: jax.Array) -> jax.Array:
+    rows = rows_of_bias(bias, group)
     return (x.astype(jnp.float32) + rows).astype(x.dtype)
 
 

@@ -39,6 +39,13 @@ def test_the_record_of_a_product():
     assert quantisations[0]["bytes"] == 3 * 256 * 512 + 4 * 256 * 4
 
 
+def test_explicit_axes_change_no_record():
+    loss_and_gradients = jax.value_and_grad(_loss, argnums=(0, 1))
+    alone = explain(loss_and_gradients, _X, _W)
+    with jax.set_mesh(jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        assert explain(loss_and_gradients, _X, _W).records == alone.records
+
+
 def test_loops_count_their_runs():
     def loop(x, w):
         body = lambda total, _: (total + _loss(x, w), None)

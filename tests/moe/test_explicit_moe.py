@@ -50,11 +50,11 @@ def gradients(f, x, logits, w_gate_up, w_down, dout):
 
 
 def gradients_of_scan(f, x, logits, w_gate_up, w_down, dout):
-    """Of weights that two steps read."""
+    """Of weights that two steps read, each with another x."""
 
     def loss(x, *weights):
-        step = lambda total, _: (total + (f(x, logits, *weights) * dout).sum(), None)
-        return jax.lax.scan(step, jnp.zeros(()), jnp.arange(2))[0]
+        step = lambda total, sign: (total + (f(sign * x, logits, *weights) * dout).sum(), None)
+        return jax.lax.scan(step, jnp.zeros(()), jnp.float32([1, -1]))[0]
 
     return jax.grad(loss, (0, 1, 2))(x, w_gate_up, w_down)
 
@@ -83,6 +83,7 @@ RUNS = {
     "eager grad of jit": (gradients, False, POW2),
     "eager grad of jit, bf16": (gradients, False, BF16),
     "grad of scan": (gradients_of_scan, True, POW2),
+    "eager grad of scan": (gradients_of_scan, False, POW2),
 }
 
 
@@ -110,3 +111,19 @@ def test_gradients(f, name, case):
     expected = without_types(f, run, recipe)
     for gradient, truth in zip(found, expected, strict=True):
         assert reference.calc_diff(gradient, truth) < REORDERED  # f32 sums in another order
+
+
+def test_an_eager_gradient_of_a_scan_with_biases():
+    x, _, *weights, dout = operands()
+    biases = np.ones((E, 2 * F), np.float32), np.ones((E, D), np.float32)
+
+    def loss(weights, biases):
+        mlp = functools.partial(moe_mlp, group_sizes=jnp.asarray(SIZES), recipe=POW2)
+        step = lambda total, x: (total + (mlp(x, *weights, biases=biases) * dout).sum(), None)
+        return jax.lax.scan(step, jnp.zeros(()), jnp.stack([x, -x]))[0]
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(weights, biases)
+    with jax.set_mesh(mesh(AxisType.Explicit, shape=(4,))):
+        found = jax.grad(loss, (0, 1))(*jax.device_put((weights, biases), P()))
+    for gradient, truth in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert reference.calc_diff(gradient, truth) < REORDERED

@@ -142,12 +142,13 @@ TRANSFORMATIONS = {
     "eager grad of jit": (gradients, False, True),
     "vmap": (over_batch, True, False),
     "grad of scan": (gradients_of_scan, True, False),
+    "eager grad of scan": (gradients_of_scan, False, False),
     "vmap of grad of scan": (gradients_of_scan_over_batch, True, False),
 }
 # Other ways into ops that have all of them.
 ONLY_SOME = {
     "einsum": ("jit of grad", "eager grad of jit"),
-    "ragged_dot in bf16": ("eager grad of jit", "vmap of grad of scan"),
+    "ragged_dot in bf16": ("eager grad of jit", "eager grad of scan", "vmap of grad of scan"),
 }
 
 
