@@ -144,6 +144,10 @@ if __name__ == "__main__":
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     parser.add_argument("--prompt", default="To be, or not to be")
     args = parser.parse_args()
+    if not args.prompt:
+        parser.error("--prompt must have a character")
+    if args.folder and not (args.folder / "config.json").exists():
+        parser.error(f"FOLDER must be one that make_checkpoint saved; got {args.folder}")
     folder = args.folder or make_checkpoint(pathlib.Path(tempfile.mkdtemp()))
     config = json.loads((folder / "config.json").read_text())
     print(bytes(generate(checkpoint.load(folder).tensors, config, args.prompt.encode(), 16)))

@@ -51,6 +51,9 @@ def main():
     for name, default in (("steps", 100), ("tokens", 512), ("dim", 128), ("experts", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if min(vars(args).values()) < 1 or args.experts < TOP_K or args.dim % 2:
+        what = f"numbers must be positive, --dim even and --experts at least {TOP_K}"
+        parser.error(f"{what}; got {args}")
     print(jax_fp8gemm.backend_info(), end="\n\n")
     keys = jax.random.split(jax.random.key(0), 3)
     centres = jax.random.normal(keys[0], (args.experts // 2, args.dim))

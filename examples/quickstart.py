@@ -88,6 +88,8 @@ def main():
     for name, gpu, cpu in [*sizes, ("length", 1024, 128)]:
         parser.add_argument(f"--{name}", type=int, default=gpu if on_gpu else cpu)
     args = parser.parse_args()
+    if min(vars(args).values()) < 1 or args.dim % HEAD_DIM:
+        parser.error(f"numbers must be positive, and --dim a multiple of {HEAD_DIM}; got {args}")
     print(jax_fp8gemm.backend_info(), end="\n\n")
     text = read_text()
     print(f"{len(text) / 1e6:.1f} MB of text, {args.layers} layers of width {args.dim}")

@@ -29,10 +29,14 @@ import jax_fp8gemm
 
 def make_mesh(text):
     """Returns the mesh of "fsdp=2,expert=4". An axis that is not named has the size 1."""
-    sizes = dict(part.split("=") for part in text.split(","))
+    try:
+        sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        message = f"must be as in fsdp=2,expert=4; got {text}"
+        raise argparse.ArgumentTypeError(message) from None
     if unknown := set(sizes) - {"fsdp", "expert"}:
         raise argparse.ArgumentTypeError(f"axes must be fsdp and expert; got {sorted(unknown)}")
-    shape = tuple(int(sizes.get(name, 1)) for name in ("fsdp", "expert"))
+    shape = tuple(sizes.get(name, 1) for name in ("fsdp", "expert"))
     if math.prod(shape) > jax.device_count():
         found = f"{jax.device_count()} devices"
         raise argparse.ArgumentTypeError(f"the mesh must have at most {found}; got {text}")
@@ -104,7 +108,14 @@ def parse(args):
     draw.add_argument("--to", type=pathlib.Path, help="the picture, if not FOLDER/losses.png")
     draw.add_argument("--window", type=int, default=5, help="steps of a mean")
     commands.add_parser("summary").add_argument("folder", type=pathlib.Path)
-    return parser.parse_args(args)
+    args = parser.parse_args(args)
+    if "folder" in args and not args.folder.is_dir():
+        parser.error(f"DIR must be a folder that exists; got {args.folder}")
+    if "micro_batches" in args:
+        batch, parts = args.batch or SIZES[args.size].batch, args.micro_batches
+        if parts < 1 or batch % parts:
+            parser.error(f"--micro-batches must divide the batch of {batch}; got {parts}")
+    return args
 
 
 def main(args=None):
