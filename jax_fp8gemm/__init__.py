@@ -51,9 +51,13 @@ if _typing.TYPE_CHECKING:
     from jax_fp8gemm import qwix as qwix
     from jax_fp8gemm import tokamax as tokamax
 else:
+    _LATER = ("checkpoint", "linen", "maxtext", "nnx", "qwix", "tokamax")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})
 
     def __getattr__(name: str) -> _typing.Any:
-        if name in ("checkpoint", "linen", "maxtext", "nnx", "qwix", "tokamax"):
+        if name in _LATER:
             return _importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

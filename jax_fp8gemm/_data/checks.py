@@ -77,7 +77,10 @@ def _then(hint: str) -> str:
 def check_array(op: str, name: str, x: object, *, hint: str = "") -> jax.Array | np.ndarray:
     """Raises TypeError unless `x` is an array, and ValueError if it is in host memory."""
     if not is_array(x):
-        raise TypeError(f"{op}: {name} must be an array; got {type(x).__name__}{_then(hint)}")
+        got = type(x).__name__
+        if isinstance(x, list | tuple):
+            hint = "jnp.asarray makes one of numbers, jnp.stack of arrays."
+        raise TypeError(f"{op}: {name} must be an array; got {got}{_then(hint)}")
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
         raise ValueError(
             f"{op}: {name} must be in device memory; got {short_type(x)} in host memory. Bring it "
@@ -93,9 +96,15 @@ def check_dtype(
     if not any(x.dtype == dtype for dtype in dtypes):  # np.dtype() does not know the dtype of keys
         if x.dtype == np.float64 and FLOAT_DTYPES[-1] in dtypes:
             hint = "jax_enable_x64 keeps f64 as it is: cast it with astype(jnp.float32)."
+        elif not hint and tuple(dtypes) == FLOAT_DTYPES and _is_integer(x.dtype):
+            hint = f"Cast {name} with astype(jnp.bfloat16)."
         expected = _short_dtypes(dtypes)
         got = f"got {name} {short_type(x)}{_then(hint)}"
         raise TypeError(f"{op}: {name} must be {expected}; {got}")
+
+
+def _is_integer(dtype: AnyDType) -> bool:
+    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def check_integers(op: str, name: str, x: Typed) -> None:

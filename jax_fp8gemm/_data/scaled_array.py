@@ -142,6 +142,10 @@ class ScaledArray:
     # NumPy's arrays then leave x @ w to __rmatmul__.
     __array_ufunc__ = None
 
+    def __matmul__(self, rhs: Any) -> Any:
+        """Raises the TypeError of jax_fp8gemm.matmul, whose lhs no ScaledArray can be."""
+        return method("matmul")(self, rhs)
+
     def __rmatmul__(self, lhs: Any) -> Any:
         """Returns jax_fp8gemm.matmul(lhs, self)."""
         return method("matmul")(lhs, self)
@@ -221,12 +225,21 @@ def twin_of(x: ScaledArray) -> tuple[Any, Any] | None:
     return x.transposed, x.scale if x.values is None else x.scale.mT
 
 
+# The same products of operands that are quantised already.
+_OF_QUANTISED = {
+    "matmul": "scaled_matmul",
+    "dot_general": "scaled_matmul",
+    "ragged_dot": "scaled_ragged_dot",
+}
+
+
 def check_unquantised(op: str, name: str, x: object) -> None:
     """Raises TypeError unless `x` is an array of floats, which the op itself quantises."""
     if isinstance(x, ScaledArray):
         raise TypeError(
             f"{op}: {name} must be an array; got a ScaledArray {checks.short_type(x)}. "
             f"{op} quantises {name} itself: pass the array from before quantize."
+            + (f" {_OF_QUANTISED[op]} takes two ScaledArrays." if op in _OF_QUANTISED else "")
         )
     array = checks.check_array(op, name, x)
     checks.check_dtype(op, name, array, formats.FLOAT_DTYPES)

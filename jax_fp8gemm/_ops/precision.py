@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from jax import lax
 
 from jax_fp8gemm._data import checks
+from jax_fp8gemm._data.recipe import NAMED, Recipe
 
 # What lax.dot_general takes: a precision for each operand, or an algorithm.
 XlaPrecision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithmPreset
@@ -31,9 +32,11 @@ def xla_precision_of(op: str, precision: Any) -> XlaPrecision | None:
     except (ValueError, KeyError, TypeError):
         pair = ()
     if len(pair) != 2:
+        is_recipe = isinstance(precision, Recipe) or precision in list(NAMED)
+        hint = ". A recipe goes by its name: recipe=..." if is_recipe else ""
         raise ValueError(
             f"{op}: precision must be None, DEFAULT, HIGH or HIGHEST, a pair of them, or a "
             "DotAlgorithmPreset of bf16, f16, tf32 or f32; "
-            f"got {checks.short_repr(precision)}"
+            f"got {checks.short_repr(precision)}{hint}"
         )
     return pair if any(p != lax.Precision.DEFAULT for p in pair) else None

@@ -142,9 +142,10 @@ def check_recipe(op: str, recipe: Any) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) or recipe not in NAMED:
-        names = ", ".join(map(repr, NAMED))
+        *names, last = map(repr, NAMED)
+        expected = f"{', '.join(names)} or {last}"
         got = checks.short_repr(recipe)
-        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe or of {names}; got {got}")
+        raise TypeError(f"{op}: recipe must be a jax_fp8gemm.Recipe, {expected}; got {got}")
     return NAMED[recipe]
 
 

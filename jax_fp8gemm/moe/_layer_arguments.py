@@ -101,7 +101,8 @@ def fold_router(router: Any, x: Any, top_k: int | None) -> Router:
         return fold("router", router, x)
     if len(router) != 2:
         raise ValueError(
-            f"{OP}: router must be logits or (indices, weights); got {len(router)} arrays"
+            f"{OP}: router must be an array of logits, or (indices, weights); "
+            f"got {type(router).__name__} of {len(router)}"
         )
     indices, weights = map(arrays.as_array, router)
     checks.check_array(OP, "indices", indices)

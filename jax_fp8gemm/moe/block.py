@@ -113,11 +113,12 @@ def apply_block(
       (..., d) array of the dtype of x; with return_load also the load, (num_experts,) int32.
     Raises:
       TypeError: config is no MoEConfig, or options has another name. ValueError: d is not
-        config.hidden. Others as moe_layer.
+        config.hidden, or parameters has other names. Others as moe_layer.
     """
     _check_config(config)
     check_run_arguments("moe.block", options)
     x = _checked_tokens(config, x)
+    _check_names(config, parameters)
     is_invariant = check_recipe("moe.block", options.get("recipe", DEEPSEEK_V3)).batch_invariant
     logits = _logits(parameters, x, is_invariant)
     experts = parameters["w_gate_up"], parameters["w_down"]
@@ -151,6 +152,16 @@ def _checked_tokens(config: MoEConfig, x: Any) -> jax.Array:
             f"got x {checks.short_type(x)}"
         )
     return x
+
+
+def _check_names(config: MoEConfig, parameters: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the parameters are named as those of the config."""
+    expected = parameter_shapes(config)
+    if parameters.keys() != expected.keys():
+        raise ValueError(
+            f"moe.block: parameters must be {', '.join(expected)}, as moe.block.parameter_shapes "
+            f"of the config says; got {', '.join(parameters) or 'none'}"
+        )
 
 
 def _logits(parameters: Mapping[str, Any], x: jax.Array, is_invariant: bool) -> jax.Array:

@@ -88,7 +88,7 @@ def test_ops_take_a_recipe_only():
     import jax.numpy as jnp
 
     x = jnp.ones((2, 2))
-    with raises(TypeError, match="matmul: recipe must be a jax_fp8gemm.Recipe or .*; got 'fp8'"):
+    with raises(TypeError, match="matmul: recipe must be a jax_fp8gemm.Recipe, .*; got 'fp8'"):
         jax_fp8gemm.matmul(x, x, recipe="fp8")
 
 

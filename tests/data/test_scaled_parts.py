@@ -101,7 +101,7 @@ def test_matmul_operator():
     reference.assert_same_bits(x @ w, expected)
     reference.assert_same_bits(np.asarray(x) @ w, expected)
     np.testing.assert_allclose(jax.jit(lambda x, w: x @ w)(x, w), expected, rtol=1e-6, atol=1e-6)
-    with raises(TypeError, match="unsupported operand"):
+    with raises(TypeError, match="lhs must be an array; got a ScaledArray"):
         w @ x
 
 

@@ -146,7 +146,7 @@ def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
     ):
         ours.MoE(CONFIG, top_k=3, rngs=nnx.Rngs(0))
     for recipe in (["hybrid"], "e4m3"):
-        with raises(TypeError, match="^dot_general: recipe must be a jax_fp8gemm.Recipe or"):
+        with raises(TypeError, match="^dot_general: recipe must be a jax_fp8gemm.Recipe, "):
             ours.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
     with raises(ValueError, match="^einsum: implementation must be"):
         ours.Einsum("ab,bc->ac", (2, 3), implementation="gpu", rngs=nnx.Rngs(0))
@@ -154,7 +154,7 @@ def test_wrong_options_of_nnx_are_refused_when_the_module_is_made():
 
 # Each of these of SwiGLU, of nnx.MoE and of linen.MoE.
 WRONG = [
-    (dict(recipe="e4m3"), TypeError, "recipe must be a jax_fp8gemm.Recipe or of"),
+    (dict(recipe="e4m3"), TypeError, "recipe must be a jax_fp8gemm.Recipe,"),
     (dict(implementation="gpu"), ValueError, "implementation must be None, 'cuda'"),
     (dict(dtype=jnp.int32), TypeError, "dtype must be bf16, f16 or f32; got s32"),
     (dict(param_dtype=jnp.int8), TypeError, "param_dtype must be bf16, f16 or f32; got s8"),

@@ -120,8 +120,18 @@ def test_tokens_of_another_width_are_refused(shape):
 
 
 def test_tokens_that_are_no_array_are_refused():
-    with raises(TypeError, match="^moe.block: x must be an array; got list$"):
+    with raises(TypeError, match="^moe.block: x must be an array; got list. jnp.asarray makes"):
         block.apply_block(configs.MIXTRAL_8X7B.scaled_down(), {}, [1.0])
+
+
+@pytest.mark.parametrize("left_out, added", [("w_down", {}), (None, dict(bias=0))])
+def test_parameters_with_other_names_are_refused(left_out, added):
+    config = configs.MIXTRAL_8X7B.scaled_down()
+    parameters, x = _problem(config)
+    parameters = {name: p for name, p in parameters.items() if name != left_out} | added
+    message = "^moe.block: parameters must be router, w_gate_up, w_down, as .*; got router, w_"
+    with raises(ValueError, match=message):
+        block.apply_block(config, parameters, x)
 
 
 @pytest.mark.parametrize("name", MODELS)

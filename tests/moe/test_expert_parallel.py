@@ -308,7 +308,7 @@ def test_bad_operands_are_refused():
     many = [jnp.zeros((4 * 1025, *w.shape[1:])) for w in weights]
     with raises(ValueError, "moe_layer: a device must hold at most 1024 experts; got 1025"):
         call(x, (indices, probs), *many)
-    with raises(TypeError, "moe_layer: recipe must be a jax_fp8gemm.Recipe or of .*; got None"):
+    with raises(TypeError, "moe_layer: recipe must be a jax_fp8gemm.Recipe, .*; got None"):
         call(x, (indices, probs), *weights, recipe=None)
     with raises(ValueError, f"router must have one logit for each of the {E} experts"):
         call(x[:0], jnp.zeros((0, E + 1)), *weights, top_k=2)

@@ -205,7 +205,7 @@ def test_gradient_of_a_scaled_rhs_raises():
             jnp.ones((3, 2), int),
             {},
             TypeError,
-            r"lhs must be bf16.*lhs s32\[2,3\]",
+            r"lhs must be bf16.*lhs s32\[2,3\]. Cast lhs with astype\(jnp.bfloat16\)",
         ),
         (
             jnp.ones((2, 3)),
@@ -216,6 +216,7 @@ def test_gradient_of_a_scaled_rhs_raises():
         ),
         (jnp.ones(()), jnp.ones((3, 2)), {}, ValueError, r"lhs must be \(..., m, k\) or \(k,\)"),
         (jnp.ones((2, 3)), 2.0, {}, TypeError, "rhs must be an array; got float"),
+        ([[1.0]], jnp.ones((1, 2)), {}, TypeError, r"lhs must be .*; got list. jnp.asarray makes "),
         (
             jnp.ones((2, 2, 3)),
             jnp.ones((5, 3, 2)),
@@ -248,6 +249,8 @@ def test_scaled_lhs_raises():
     message = r"matmul: lhs must be an array; got a ScaledArray f8.*\[2,3\]. matmul quantises lhs"
     with raises(TypeError, match=message):
         matmul(quantize(jnp.ones((2, 3))), jnp.ones((3, 2)))
+    with raises(TypeError, match=message + r" itself: .*\. scaled_matmul takes two ScaledArrays"):
+        quantize(jnp.ones((2, 3))) @ jnp.ones((3, 2))
 
 
 def test_scaled_rhs_with_row_blocks_raises():
